@@ -82,6 +82,10 @@ class MemoryWeights:
     def tile(self, matrix: Matrix, start: int, stop: int) -> FloatTile:
         return FloatTile(mx.array(self.tensors[self._names[matrix.packed.offset]][start:stop]))
 
+    def columns(self, matrix: Matrix, start: int, stop: int) -> FloatTile:
+        tensor = self.tensors[self._names[matrix.packed.offset]]
+        return FloatTile(mx.array(tensor[:, start:stop]))
+
     def gather(self, matrix: Matrix, rows: npt.NDArray[np.int64]) -> FloatTile:
         return FloatTile(mx.array(self.tensors[self._names[matrix.packed.offset]][rows]))
 

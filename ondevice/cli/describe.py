@@ -244,12 +244,12 @@ def _tiles(plan: dict[str, Any]) -> str:
         weights = "quantized weights multiplied as they are"
     elif plan["tile_values"] >= ALL_VALUES:
         weights = "whole weight matrices"
-    queries, tokens = plan["query_block"], plan["tile_tokens"]
+    queries, width = plan["query_block"], plan["slice_columns"]
     return ", ".join(
         (
             weights,
             "all queries" if queries >= bucket else f"{queries} queries of attention",
-            "all tokens in an MLP" if tokens >= bucket else f"{tokens} tokens in an MLP",
+            f"{width} columns of an MLP's width" if width else "an MLP's whole width",
             f"{plan['chunk_rows']} rows of the vocabulary",
             *(
                 []

@@ -3,8 +3,9 @@
     drop(x) = D * x / (1 - p)        D is 0 with probability p, else 1
 
 A mask is drawn by a counter-based generator (Threefry, "Parallel random numbers: as easy as 1, 2,
-3", 2011), whose key is that of one row and matrix with the token's position added. So it does not
-depend on padding or on tiles of tokens, and a backward pass draws it again instead of storing it.
+3", 2011), whose key is that of one row and matrix with the token's position added, and the number
+of the block of columns. So it does not depend on padding or on slices of columns, and a backward
+pass draws it again instead of storing it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
+
+from runtime.arrays.stored import DRAWN
 
 STEPS = 1 << 16  # a value takes 16 random bits, so probabilities are multiples of 1 / STEPS
 WORD = (1 << 32) - 1
@@ -45,19 +48,23 @@ class Dropout:
         """The dropout after so many tokens."""
         return replace(self, first=self.first + tokens)
 
-    def mask(self, tokens: int, columns: int) -> DropoutMask:
-        """The mask of so many tokens."""
+    def mask(self, tokens: int, columns: int, start: int = 0) -> DropoutMask:
+        """The mask of so many tokens and columns, from the column `start` on."""
         dropped = min(round(self.probability * STEPS), STEPS - 1)
-        remaining = _bits(self.key, self.first, tokens, columns) >= mx.array(dropped, mx.uint16)
+        bits = _bits(self.key, self.first, tokens, start, columns)
+        remaining = bits >= mx.array(dropped, mx.uint16)
         return DropoutMask(remaining, STEPS / (STEPS - dropped))
 
 
-def _bits(key: int, first: int, tokens: int, columns: int) -> mx.array:
+def _bits(key: int, first: int, tokens: int, start: int, columns: int) -> mx.array:
     """16 random bits for each value (tokens, columns), uint16."""
-    keys = np.empty((tokens, 2), np.uint32)
-    keys[:, 0] = key >> 32
-    keys[:, 1] = ((key & WORD) + first + np.arange(tokens)) & WORD
-    pairs = -(-columns // 4)  # of words
-    words = mx.vmap(lambda token_key: mx.random.split(token_key, pairs))(mx.array(keys))
-    bits: mx.array = words.reshape(tokens, 2 * pairs).view(mx.uint16)[:, :columns]
-    return bits
+    block = start // DRAWN
+    blocks = np.arange(block, -(-(start + columns) // DRAWN))
+    keys = np.empty((tokens, len(blocks), 2), np.uint32)
+    keys[..., 0] = ((key >> 32) + blocks) & WORD
+    keys[..., 1] = ((key & WORD) + first + np.arange(tokens)[:, None]) & WORD
+    split = mx.vmap(lambda drawn: mx.random.split(drawn, DRAWN // 4))
+    words = split(mx.array(keys.reshape(-1, 2)))
+    bits: mx.array = words.reshape(tokens, -1).view(mx.uint16)
+    before = start - block * DRAWN
+    return bits[:, before : before + columns]

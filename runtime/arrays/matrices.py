@@ -1,4 +1,4 @@
-"""The frozen matrices for kernels: read and dequantized one tile of rows at a time."""
+"""The frozen matrices for kernels: read and dequantized one tile of rows, or columns, at a time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from runtime.arrays.tiles import Input, ReadyTile
 from runtime.arrays.values import Move
 from runtime.arrays.weight_source import WeightSource
 
-Place = tuple[int, int, int]  # where a matrix begins in weights.bin, and the rows of a tile
+Place = tuple[int, int, int]  # where a matrix begins in weights.bin, and the part that a tile is
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """Tiles of matrices, with as many rows as the lowering has decided.
+    """Tiles of matrices, with as many rows as the lowering has decided, or as many columns.
 
-    The keys of `tile_rows` are the offsets of matrices in weights.bin. Dequantized tiles are freed
+    The keys of `tile_rows` are the offsets of matrices in weights.bin, and those of `tile_columns`
+    the offsets of the matrices whose tiles have all rows. Dequantized tiles are freed
     after use. With `materialize_blocks` they stay until `release`, so that a whole block is
     dequantized at once, as in the MeBP paper. Those in `materialized` stay for the whole run.
     """
@@ -33,13 +34,14 @@ class Matrices:
     arrays: Arrays
     packed: bool
     tile_rows: Mapping[int, int]
+    tile_columns: Mapping[int, int] = field(default_factory=dict)
     materialize_blocks: bool = False
     profile: Profile = field(default_factory=Profile)
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
     _of_block: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
-        """Rows start:stop of a matrix, read and dequantized."""
+        """Rows start:stop of a matrix, or columns, read and dequantized."""
         key = (matrix.packed.offset, start, stop)
         for known in (self._of_block, self.materialized):
             if key in known:
@@ -55,7 +57,8 @@ class Matrices:
 
     def _ready(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
         with self.profile.span("read"):
-            tile = self.weights.tile(matrix, start, stop)
+            read = self.weights.columns if self.by_columns(matrix) else self.weights.tile
+            tile = read(matrix, start, stop)
             self.profile.settle(*tile.arrays)
         with self.profile.span("unpack"):
             ready = ReadyTile.of(tile, matrix, self.packed, self.arrays)
@@ -68,17 +71,29 @@ class Matrices:
         The memory of all of them is allocated first, so that it lies together. Allocated one by
         one they would lie between the holes of freed arrays, into which later tiles do not fit.
         """
-        places = [(matrix, *rows) for matrix in chosen for rows in self.ranges(matrix)]
-        empty = [ReadyTile.empty(matrix, stop - start) for matrix, start, stop in places]
+        places = [(matrix, *part) for matrix in chosen for part in self.ranges(matrix)]
+        empty = [ReadyTile.empty(*self._shape(*place)) for place in places]
         for (matrix, start, stop), tile in zip(places, empty, strict=True):
             tile.fill(self._ready(matrix, start, stop), self.arrays)
             self.materialized[matrix.packed.offset, start, stop] = tile
 
+    def by_columns(self, matrix: Matrix) -> bool:
+        """Whether tiles of a matrix have all rows, and a range of columns."""
+        return matrix.packed.offset in self.tile_columns
+
     def ranges(self, matrix: Matrix) -> Iterator[tuple[int, int]]:
-        """The rows of each tile, in order."""
-        step = self.tile_rows[matrix.packed.offset]
-        for start in range(0, matrix.rows, step):
-            yield start, min(matrix.rows, start + step)
+        """The rows of each tile, or the columns, in order."""
+        offset = matrix.packed.offset
+        count, step = matrix.rows, self.tile_rows[offset]
+        if self.by_columns(matrix):
+            count, step = matrix.columns, self.tile_columns[offset]
+        for start in range(0, count, step):
+            yield start, min(count, start + step)
+
+    def _shape(self, matrix: Matrix, start: int, stop: int) -> tuple[Matrix, int, int]:
+        if self.by_columns(matrix):
+            return matrix, matrix.rows, stop - start
+        return matrix, stop - start, matrix.columns
 
     def as_seen(
         self, matrix: Matrix, start: int, stop: int, moves: Sequence[Move | None]

@@ -33,7 +33,7 @@ class Input:
 
 @dataclass(frozen=True)
 class ReadyTile:
-    """Rows of a matrix ready to be multiplied: either still packed, or their columns and shift."""
+    """A tile of a matrix ready to be multiplied: either still packed, or its columns and shift."""
 
     matrix: Matrix
     packed: QuantizedTile | None
@@ -47,13 +47,13 @@ class ReadyTile:
         return cls(matrix, None, dequantize(tile, matrix.bits, arrays), tile.shift)
 
     @classmethod
-    def empty(cls, matrix: Matrix, rows: int) -> ReadyTile:
-        """A dequantized tile of zeros, evaluated, for `fill`."""
+    def empty(cls, matrix: Matrix, rows: int, width: int) -> ReadyTile:
+        """A dequantized tile (rows, width) of zeros, evaluated, for `fill`."""
         parts = 2 if matrix.bits == 4 else 1
-        columns = tuple(mx.zeros((rows, matrix.columns // parts)) for _ in range(parts))
+        columns = tuple(mx.zeros((rows, width // parts)) for _ in range(parts))
         shift = None
         if matrix.biases is not None:
-            shift = mx.zeros((rows, matrix.columns // matrix.group_size))
+            shift = mx.zeros((rows, width // matrix.group_size))
         mx.eval(columns, shift)
         return cls(matrix, None, columns, shift)
 
@@ -65,16 +65,18 @@ class ReadyTile:
         for mine, values in pairs:
             arrays.put(mine, slice(None), values)
 
-    def transposed_product(self, given: Input) -> mx.array:
-        """x W^T (T, R') for the tile's rows."""
+    def transposed_product(self, given: Input, onto: mx.array | None = None) -> mx.array:
+        """x W^T (T, R') for the tile's rows, added to `onto` if it is given."""
         if not self.columns:
-            return self.quantized(given.x, transpose=True)
-        y = given.parts[0] @ self.columns[0].T
-        for part, column in zip(given.parts[1:], self.columns[1:], strict=True):
-            y = mx.addmm(y, part, column.T)
+            y = self.quantized(given.x, transpose=True)
+            return y if onto is None else onto + y
+        factors = [*zip(given.parts, self.columns, strict=True)]
         if self.shift is not None:
-            y = mx.addmm(y, group_sums(given.x, self.shift.shape[1]), self.shift.T)
-        return y
+            factors.append((group_sums(given.x, self.shift.shape[1]), self.shift))
+        for part, column in factors:
+            onto = part @ column.T if onto is None else mx.addmm(onto, part, column.T)
+        assert onto is not None
+        return onto
 
     def quantized(self, x: mx.array, transpose: bool) -> mx.array:
         """x times the tile as it is packed, or its transpose."""

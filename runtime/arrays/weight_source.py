@@ -60,6 +60,9 @@ class WeightSource(Protocol):
     def tile(self, matrix: Matrix, start: int, stop: int) -> Tile:
         """Rows start:stop of a matrix, in fresh memory."""
 
+    def columns(self, matrix: Matrix, start: int, stop: int) -> Tile:
+        """Columns start:stop of a matrix, whole groups of them, in fresh memory."""
+
     def gather(self, matrix: Matrix, rows: npt.NDArray[np.int64]) -> Tile:
         """Chosen rows of a matrix, in the given order (an embedding lookup)."""
 

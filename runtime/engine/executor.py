@@ -46,7 +46,7 @@ class Executor:
     ) -> None:
         """Run forward instructions for every batch lane, changing the lanes' values."""
         for instruction in instructions:
-            run = Run(self, block, program, instruction, tokens)
+            run = Run(block, program, instruction, tokens)
             self._forward(run, lanes, loras)
 
     def reverse(
@@ -61,7 +61,7 @@ class Executor:
     ) -> None:
         """Run one lane's backward instructions, adding to the gradients of adapters."""
         for instruction in instructions:
-            run = Run(self, block, program, instruction, tokens)
+            run = Run(block, program, instruction, tokens)
             if instruction.backward:
                 self._backward(run, values, loras, gradients)
             else:

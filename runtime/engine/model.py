@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -63,11 +63,16 @@ class Model:
     @cached_property
     def matrices(self) -> Matrices:
         manifest, execution = self.bundle.manifest, self.lowered.execution
+
+        def by_offset(counts: Mapping[str, int]) -> dict[int, int]:
+            return {manifest.matrices[name].packed.offset: n for name, n in counts.items()}
+
         return Matrices(
             self.weights,
             arrays_for(manifest.device, execution.one_evaluation),
             execution.packed,
-            {manifest.matrices[n].packed.offset: rows for n, rows in execution.tile_rows.items()},
+            by_offset(execution.tile_rows),
+            by_offset(execution.tile_columns),
             self.lowered.materialize_blocks,
             self.profile,
             self.materialized,

@@ -18,9 +18,8 @@ from runtime.machine.machine import Heap
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 MOST_HEAP_BLOCK_BYTES = 32 << 20  # the largest block that glibc allows on its heap
 NEVER_TRIM_BYTES = (1 << 31) - 1
-MAPPED_BLOCK_BYTES = 256 << 10  # larger blocks are mapped if the heap keeps nothing
 LONG_VALUE_BYTES = 6_000_000  # larger values of all tokens are mapped
-LARGE_VALUE_BYTES = 2_000_000  # larger values do not fit the holes that tiles of tokens leave
+MAPPED_BLOCK_BYTES = 256 << 10  # larger blocks are mapped if the heap keeps nothing
 
 
 @cache
@@ -85,18 +84,11 @@ class HeapUse:
     backward: bool
 
 
-def hole_bytes(heap: Heap, value_bytes: int) -> int:
-    """The hole that values of `value_bytes` leave: they are large, but not mapped."""
-    large = LARGE_VALUE_BYTES <= value_bytes < LONG_VALUE_BYTES
-    return int(heap.share_of_large * value_bytes) if large else 0
-
-
 def unused_bytes(heap: Heap, use: HeapUse) -> int:
     """Unused bytes of the heap while a block runs.
 
     The current tile of weights leaves no holes, and neither do logits that are too large for the
-    heap and therefore mapped. If long values are mapped as well, fewer holes are left. Large values
-    that are not mapped leave a hole of their own size.
+    heap and therefore mapped. If long values are mapped as well, fewer holes are left.
     """
     mapped = use.logits_bytes > MOST_HEAP_BLOCK_BYTES
     off_heap = max(use.tile_bytes, use.chunk_bytes) if mapped else use.tile_bytes
@@ -105,5 +97,4 @@ def unused_bytes(heap: Heap, use: HeapUse) -> int:
     if use.value_bytes >= LONG_VALUE_BYTES:
         share = heap.share_beside_mapped
     largest = 0 if mapped else use.largest_logits_bytes
-    shares = share * on_heap + heap.share_of_logits * largest
-    return int(heap.flat_bytes + shares) + hole_bytes(heap, use.value_bytes)
+    return int(heap.flat_bytes + share * on_heap + heap.share_of_logits * largest)

@@ -39,8 +39,6 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share_of_backward: a further share of them if the method runs backward, whose values have more
         sizes and live longer.
     share_beside_mapped: replaces both if long values are mapped outside the heap.
-    share_of_large: a share of the largest value of all tokens, if it is large but not mapped and
-        an MLP runs by tiles of tokens.
     share_of_logits: a share of one chunk of logits.
     share_of_kept: a share of the activations that are kept for the backward pass.
 
@@ -50,11 +48,10 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     flat_bytes: Bytes = 830_000
-    share: Share = 0.039
-    share_of_backward: Share = 0.085
+    share: Share = 0.05
+    share_of_backward: Share = 0.045
     share_beside_mapped: Share = 0.03
-    share_of_large: Share = 1.0
-    share_of_logits: Share = 0.848
+    share_of_logits: Share = 0.7
     share_of_kept: Share = 0.058
 
 

@@ -44,8 +44,9 @@ class Tables:
 class Execution:
     """How operations run at one sequence bucket: all sizes that the lowering has decided.
 
-    `tile_rows` says how many rows of a matrix are dequantized at once, `chunk_rows` how many of the
-    vocabulary the head takes at once, `attention_block` how many queries attention takes at once.
+    `tile_rows` says how many rows of a matrix are dequantized at once, and `tile_columns` how many
+    columns of those that are taken by columns. `chunk_rows` says how many rows of the vocabulary
+    the head takes at once, `attention_block` how many queries attention takes at once.
     `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
     floating point are multiplied as float32, a tile at a time, on every device.
     """
@@ -53,6 +54,7 @@ class Execution:
     tables: Tables
     bucket: int
     tile_rows: Mapping[str, int]
+    tile_columns: Mapping[str, int]
     chunk_rows: int
     attention_block: int
     packed: bool
@@ -91,7 +93,9 @@ class Execution:
     def largest_tile_bytes(self) -> int:
         """The most bytes that any matrix's tile takes while it is dequantized."""
         return max(
-            self.dequantizing_bytes(matrix, self.tile_rows[name] * matrix.columns)
+            self.dequantizing_bytes(
+                matrix, self.tile_rows[name] * self.tile_columns.get(name, matrix.columns)
+            )
             for name, matrix in self.tables.matrices.items()
         )
 
@@ -127,6 +131,7 @@ class Call:
     lanes: how many hidden states run together, of `tokens` tokens each.
     tensor: maps the name of a tensor within the block to its full name.
     dropped: the matrices, relative to the block, whose adapters drop values of their input.
+    observed: whether all of a matrix's inputs are looked at.
     """
 
     backward: bool
@@ -136,6 +141,7 @@ class Call:
     values: Mapping[str, Shape]
     tensor: Callable[[str], str]
     dropped: frozenset[str] = frozenset()
+    observed: bool = False
 
     def bytes_of(self, name: str) -> int:
         """The bytes of a value for the tokens of this call."""
@@ -163,6 +169,8 @@ class Operation(
     """Whether schedules run its backward."""
     takes_parameters: ClassVar[bool] = False
     """Whether inputs may be parameters."""
+    repeats: ClassVar[bool] = False
+    """Whether its backward repeats products of its forward, whose results nothing keeps."""
     cheap: ClassVar[bool] = False
     """Whether recomputing its results where they are read costs next to nothing."""
 
@@ -211,18 +219,9 @@ class Operation(
         raise NotImplementedError(f"{self.label} has no prefix")
 
     @property
-    def tokenwise(self) -> bool:
-        """Whether every token is treated alike, so that tiles of tokens can be run one by one."""
-        return False
-
-    @property
     def graph(self) -> str:
         """The elementwise graph that it runs; empty for none."""
         return ""
-
-    def tile_unit(self, bucket: int) -> int:
-        """The number of tokens of which a tile of tokens must be a multiple."""
-        return 1
 
     def on_device(self, device: str) -> Operation:
         """The operation that runs in its place on "cpu" or "gpu"."""
@@ -287,6 +286,10 @@ class Operation(
         Each buffer has whole pages.
         """
         return pages(self.working_bytes(call, execution))
+
+    def multiply_adds(self, call: Call, execution: Execution) -> int:
+        """About how many multiply-adds its forward takes for a token, where they count."""
+        return 0
 
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
         """The rows of the factor that a BLAS packs, if there may be more of them than tokens."""

@@ -53,9 +53,6 @@ class Elementwise(Function, frozen=True):
     takes_parameters: ClassVar[bool] = True
     cheap: ClassVar[bool] = True
 
-    def tile_unit(self, bucket: int) -> int:
-        return self.graph_tokens(bucket)
-
     def graph_tokens(self, bucket: int, one_evaluation: bool = False) -> int:
         """The number of tokens that a graph takes at a sequence bucket.
 

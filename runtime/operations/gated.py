@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 from runtime.operations.base import Call, Execution, Function
-from runtime.operations.values import token_tile_unit
 
 CHUNK_VALUES = 32_768  # at once: with fewer the calls of NumPy cost the most
 SCRATCH_BYTES = 2 * CHUNK_VALUES * 4
@@ -22,13 +21,6 @@ class Gated(Function, frozen=True):
     activation: str
 
     cheap: ClassVar[bool] = True
-
-    @property
-    def tokenwise(self) -> bool:
-        return True
-
-    def tile_unit(self, bucket: int) -> int:
-        return token_tile_unit(bucket)
 
     def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
         return frozenset(self.inputs)

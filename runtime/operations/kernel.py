@@ -59,36 +59,10 @@ class Tools:
         return value if move is None else move.vector(name, value)
 
 
-class Runs(Protocol):
-    """Runs instructions; a kernel calls it for the instructions inside its own."""
-
-    def forward(
-        self,
-        block: Block,
-        program: Program,
-        instructions: Sequence[Instruction],
-        tokens: int,
-        lanes: list[Values],
-        loras: Sequence[Loras],
-    ) -> None: ...
-
-    def reverse(
-        self,
-        block: Block,
-        program: Program,
-        instructions: Sequence[Instruction],
-        tokens: int,
-        values: Values,
-        loras: Loras,
-        gradients: Gradients,
-    ) -> None: ...
-
-
 @dataclass(frozen=True)
 class Run:
     """One instruction of a block's program, for a number of tokens."""
 
-    executor: Runs
     block: Block
     program: Program
     instruction: Instruction

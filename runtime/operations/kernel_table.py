@@ -20,8 +20,8 @@ from runtime.operations.linear import Linear
 from runtime.operations.linear_kernel import LinearKernel
 from runtime.operations.placed import Placed
 from runtime.operations.placed_kernel import PlacedKernel
-from runtime.operations.tiled import Tiled
-from runtime.operations.tiled_kernel import TiledKernel
+from runtime.operations.sliced_mlp import SlicedMlp
+from runtime.operations.sliced_mlp_kernel import SlicedMlpKernel
 
 KERNELS: dict[type[Operation], Callable[[Tools], Kernel]] = {
     Embedding: EmbeddingKernel,
@@ -31,5 +31,5 @@ KERNELS: dict[type[Operation], Callable[[Tools], Kernel]] = {
     Gated: GatedKernel,
     Placed: PlacedKernel,
     CachedAttention: CachedAttentionKernel,
-    Tiled: TiledKernel,
+    SlicedMlp: SlicedMlpKernel,
 }

@@ -48,10 +48,6 @@ class Linear(Operation, frozen=True):
     def adaptable(self) -> tuple[str, ...]:
         return tuple(linear.name for linear in self.linears)
 
-    @property
-    def tokenwise(self) -> bool:
-        return True
-
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return tuple(tensor(linear.name) for linear in self.linears)
 
@@ -85,6 +81,12 @@ class Linear(Operation, frozen=True):
             for linear in self.linears
             if call.backward or linear.output in call.wanted
         )
+
+    def multiply_adds(self, call: Call, execution: Execution) -> int:
+        """The values of its matrices."""
+        matrices = execution.tables.matrices
+        chosen = [linear.name for linear in self.linears if linear.output in call.wanted]
+        return sum(matrices[call.tensor(n)].rows * matrices[call.tensor(n)].columns for n in chosen)
 
     def check(
         self,
@@ -123,12 +125,25 @@ def _forward(relative: str, call: Call, execution: Execution) -> int:
     """
     name = call.tensor(relative)
     matrix, rows = execution.tables.matrices[name], execution.tile_rows[name]
+    if name in execution.tile_columns:
+        return _forward_columns(relative, call, execution)
     values = rows * matrix.columns
     multiplied = _part(matrix, rows, call.tokens) + execution.tile_bytes(matrix, values)
     tile = max(execution.dequantizing_bytes(matrix, values), multiplied)
     inputs = call.tokens * matrix.columns
     dropped = inputs * (MASK + F32) if relative in call.dropped else 0
     return max(call.lanes * inputs * F32 + tile, dropped)
+
+
+def _forward_columns(relative: str, call: Call, execution: Execution) -> int:
+    """The same where a tile is columns of the matrix: one lane's part of the input at a time."""
+    name = call.tensor(relative)
+    matrix, width = execution.tables.matrices[name], execution.tile_columns[name]
+    part = 2 * call.tokens * width * F32  # as it is copied, and as a tile takes it
+    tile = execution.dequantizing_bytes(matrix, matrix.rows * width)
+    inputs = call.tokens * matrix.columns
+    dropped = inputs * (MASK + F32) if relative in call.dropped else 0
+    return max(part + tile, dropped)
 
 
 def _backward(relative: str, call: Call, execution: Execution) -> int:
@@ -139,6 +154,11 @@ def _backward(relative: str, call: Call, execution: Execution) -> int:
     name = call.tensor(relative)
     matrix, rows = execution.tables.matrices[name], execution.tile_rows[name]
     inputs = call.tokens * matrix.columns
+    if name in execution.tile_columns:
+        width = execution.tile_columns[name]
+        part = 2 * call.tokens * width * F32  # in halves, and joined
+        most = part + execution.dequantizing_bytes(matrix, matrix.rows * width)
+        return most + inputs * MASK if relative in call.dropped else most
     tile = execution.dequantizing_bytes(matrix, rows * matrix.columns)
     most = max(tile + _part(matrix, rows, call.tokens), inputs * F32)
     return most + inputs * MASK if relative in call.dropped else most

@@ -74,6 +74,8 @@ class LoraProducts:
         tiles leave in the heap, and every tile would need new memory.
         """
         matrices, arrays = self.matrices, self.matrices.arrays
+        if matrices.by_columns(matrix):
+            return self._sums(xs, matrix)
         inputs = [matrices.input(x, matrix) for x in xs]
         if len(list(matrices.ranges(matrix))) == 1:
             whole: dict[int, mx.array] = {}
@@ -94,6 +96,22 @@ class LoraProducts:
                 del tile
         return outputs
 
+    def _sums(self, xs: Sequence[mx.array], matrix: Matrix) -> list[mx.array]:
+        """x W^T of every x, where tiles are columns: the sum of the products with all of them."""
+        matrices, arrays = self.matrices, self.matrices.arrays
+        outputs = [mx.zeros((x.shape[0], matrix.rows)) for x in xs]
+        arrays.settle(outputs)
+        for start, stop in matrices.ranges(matrix):
+            tile = matrices.tile(matrix, start, stop)
+            for x in xs:
+                part = arrays.contiguous(x, (slice(None), slice(start, stop)))
+                given = matrices.input(part, matrix)
+                outputs.append(tile.transposed_product(given, outputs.pop(0)))
+                del part, given
+                arrays.settle(outputs[-1])
+            del tile
+        return outputs
+
     def through_b(self, dy: mx.array, lora: Lora) -> mx.array:
         """s (dy B^T) (T, r) for dy (T, R), which dA and dx both use."""
         return (dy @ lora.b.T) * lora.scale
@@ -101,6 +119,8 @@ class LoraProducts:
     def backward_input(self, dy: mx.array, matrix: Matrix) -> mx.array:
         """dy W (T, C) for dy (T, R): dx without the adapter's part."""
         matrices = self.matrices
+        if matrices.by_columns(matrix):
+            return self._input_columns(dy, matrix)
         total = RowSum(matrices.arrays)
         for start, stop in matrices.ranges(matrix):
             # contiguous: else every product with a column would make its own copy
@@ -109,6 +129,23 @@ class LoraProducts:
             part = dy if whole else matrices.arrays.contiguous(dy, rows)
             total.add(part, matrices.tile(matrix, start, stop))
             del part
+        return total.result(matrix.group_size)
+
+    def _input_columns(self, dy: mx.array, matrix: Matrix) -> mx.array:
+        """dy W (T, C), where tiles are columns of W."""
+        matrices, arrays = self.matrices, self.matrices.arrays
+        dx = mx.zeros((dy.shape[0], matrix.columns))
+        arrays.settle(dx)
+        for start, stop in matrices.ranges(matrix):
+            part = self.input_part(dy, matrix, start, stop)
+            arrays.put(dx, (slice(None), slice(start, stop)), part)
+            del part
+        return dx
+
+    def input_part(self, dy: mx.array, matrix: Matrix, start: int, stop: int) -> mx.array:
+        """Columns start:stop of dy W (T, C), where these are a tile of W."""
+        total = RowSum(self.matrices.arrays)
+        total.add(dy, self.matrices.tile(matrix, start, stop))
         return total.result(matrix.group_size)
 
     def add_lora_input(
@@ -124,10 +161,13 @@ class LoraProducts:
     ) -> tuple[mx.array, mx.array]:
         """dA (C, r) and dB (r, R) for x (T, C), dy (T, R) and its `through_b`."""
         x = self.dropped(x, mask)
-        # not x^T (T, r): threads of a BLAS would pack all of x between them
-        da = mx.contiguous((dy_b.T @ x).T)
         db = ((x @ lora.a) * lora.scale).T @ dy
-        return da, db
+        return self.backward_a(x, dy_b), db
+
+    def backward_a(self, x: mx.array, dy_b: mx.array) -> mx.array:
+        """dA (C, r) for an input (T, C) of which values have been dropped, and its `through_b`."""
+        # not x^T (T, r): threads of a BLAS would pack all of x between them
+        return mx.contiguous((dy_b.T @ x).T)
 
     def mask(self, x: mx.array, lora: Lora) -> DropoutMask | None:
         """Which values of the input x (T, C) are dropped, evaluated; None without dropout."""

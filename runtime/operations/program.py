@@ -70,15 +70,6 @@ class BlockType(Record, frozen=True):
 
 
 @dataclass(frozen=True)
-class Body:
-    """The instructions inside an operation, run once for each tile of `tokens` tokens."""
-
-    program: Program
-    tokens: int
-    instructions: tuple[Instruction, ...]
-
-
-@dataclass(frozen=True)
 class Instruction:
     """One operation, run forward or backward.
 
@@ -95,5 +86,4 @@ class Instruction:
     statistics: tuple[str, ...]
     frees: tuple[str, ...]
     same: tuple[str, ...] = ()
-    body: Body | None = None
     evaluates: bool = False

@@ -7,7 +7,7 @@ operation needs while it runs (`runtime.operations`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,10 +17,10 @@ from runtime.core.stripes import ARENAS
 from runtime.operations.attention import START_BYTES, STARTS
 from runtime.operations.base import Call, materialized_bytes
 from runtime.operations.program import Instruction, Program
+from runtime.operations.sliced_mlp import MOST_TOKENS
 from runtime.operations.values import F32, bytes_at, gradient_of
 from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, LoweredModel
-from runtime.plan.token_tiles import tiled_of
 from runtime.storage.write_back import QUEUED
 
 SLOT_BYTES = 1 << 15  # by which a layer's slot is larger than its weights, at most
@@ -77,6 +77,7 @@ class PeakModel:
         self.execution = lowered.execution
         self._rounded = adapter_dtype != "float32"
         self._forwards: dict[tuple[int, int], int] = {}
+        self._keeping: dict[int, int] = {}
 
     # Adapters and gradients.
 
@@ -105,13 +106,14 @@ class PeakModel:
     def gradient_bytes(self) -> int:
         """Bytes of gradients: of all layers if micro-batches accumulate, else of the largest layer.
 
-        A further row adds a layer's gradients while they are summed; without further rows, a tile
-        of tokens adds those of one matrix. What a worker has sent of a layer, and the sum over all
-        workers, are there while the next layer runs.
+        A further row adds a layer's gradients while they are summed, and so do further tokens of an
+        MLP. What a worker has sent of a layer, and the sum over all workers, are there while the
+        next layer runs.
         """
         if not self.demand.backward:
             return 0
-        fresh = self._most_adapters if self.demand.rows > 1 else self._largest_tiled_adapter
+        sliced = self.lowered.slice_columns > 0 and self.lowered.bucket > MOST_TOKENS
+        fresh = self._most_adapters if self.demand.rows > 1 or sliced else 0
         together = self.execution.one_evaluation and self.demand.rows > 1
         if together or (self.manifest.device == "gpu" and self._held_gradients):
             fresh += self._most_adapters  # their sums are one evaluation
@@ -191,17 +193,6 @@ class PeakModel:
         sizes = (self._adapters(block).values() for block in self.manifest.layers)
         return max((size for block in sizes for size in block), default=0)
 
-    @cached_property
-    def _largest_tiled_adapter(self) -> int:
-        """Bytes of the largest adapter of a matrix that runs on one tile of tokens at a time."""
-        sizes = []
-        for layer in self.lowered.layers:
-            tiled = tiled_of(layer.program)
-            inside = set() if tiled is None else set(tiled.adaptable)
-            adapters = self._adapters(layer.block)
-            sizes += [size for name, size in adapters.items() if name in inside]
-        return max(sizes, default=0)
-
     def _adapters(self, block: Block) -> dict[str, int]:
         """The float32 bytes of each of a block's adapters."""
         shapes = self.manifest.adapter_shapes(block)
@@ -274,10 +265,40 @@ class PeakModel:
         kept = sum(sizes[name] if name in sizes else call.bytes_of(name) for name in lowered.kept)
         return self.demand.rows * kept
 
+    def keeping_bytes(self, index: int) -> int:
+        """Peak bytes of a layer whose forward keeps values, and whose backward starts from them."""
+        lowered = self.lowered.blocks[index]
+        if index in self._keeping:
+            return self._keeping[index]
+        program, bucket = lowered.program, self.lowered.bucket
+        given = {program.input, *self._starts(lowered)}
+        peak = self._peak(lowered, program, lowered.keeping, given, 1, bucket)
+        if lowered.backward_kept:
+            alive = given | {gradient_of(program.output), *lowered.kept}
+            backward = self._peak(lowered, program, lowered.backward_kept, alive, 1, bucket)
+            peak = max(peak, backward)
+        self._keeping[index] = peak + self._materialized_block(lowered)
+        return self._keeping[index]
+
+    def spared(self, index: int) -> int:
+        """About how many multiply-adds a layer spares for each token by keeping values."""
+        lowered = self.lowered.blocks[index]
+
+        def repeated(schedule: tuple[Instruction, ...]) -> int:
+            """Those of a backward's forwards, and of operations that repeat their own."""
+            calls = [
+                (each.operation, self._call(lowered, lowered.program, each, 1, self.lowered.bucket))
+                for each in schedule
+                if not each.backward or each.operation.repeats
+            ]
+            return sum(operation.multiply_adds(call, self.execution) for operation, call in calls)
+
+        return repeated(lowered.backward) - repeated(lowered.backward_kept)
+
     def live_bytes_keeping(self, blocks: tuple[BlockPeak, ...], kept: int) -> int:
         """The peak bytes if the last `kept` layers keep values instead of recomputing them.
 
-        What a layer keeps is part of its own backward's peak. While the head or a later layer runs,
+        What a layer keeps of a row is part of its own peak. While the head or a later layer runs,
         what earlier layers keep is in memory too.
         """
         head = len(blocks) - 1
@@ -287,7 +308,8 @@ class PeakModel:
             own = self.kept_bytes(index)
             row = own // self.demand.rows  # already part of the block's peak for the current row
             others = waiting + own - row
-            busy = max(blocks[index].backward_bytes, blocks[index].forward_bytes, row)
+            peaks = (blocks[index].backward_bytes, blocks[index].forward_bytes)
+            busy = max(*peaks, self.keeping_bytes(index), row)
             most = max(most, others + busy)
             waiting += own
         return max(most, waiting + max(blocks[head].forward_bytes, blocks[head].backward_bytes))
@@ -377,7 +399,14 @@ class PeakModel:
         values, tensor = program.values, lowered.block.tensor
         dropped = lowered.adapted if self.demand.drops_inputs else frozenset()
         return Call(
-            instruction.backward, instruction.wanted, lanes, tokens, values, tensor, dropped
+            instruction.backward,
+            instruction.wanted,
+            lanes,
+            tokens,
+            values,
+            tensor,
+            dropped,
+            self.demand.observes_inputs,
         )
 
     def _working_bytes(
@@ -389,9 +418,6 @@ class PeakModel:
         tokens: int,
     ) -> int:
         """Bytes that an instruction needs besides its inputs and results."""
-        if instruction.body is not None:
-            body = instruction.body
-            return self._peak(lowered, body.program, body.instructions, set(), lanes, body.tokens)
         call = self._call(lowered, program, instruction, lanes, tokens)
         return instruction.operation.working_bytes(call, self.execution)
 
@@ -435,13 +461,13 @@ class PeakModel:
 
     @cached_property
     def largest_whole_value(self) -> int:
-        """Bytes of the largest value that holds all tokens of the bucket."""
-        return max(value for value, inside in self._layer_values() if not inside)
-
-    @cached_property
-    def largest_tiled_value(self) -> int:
-        """Bytes of the largest value that holds one tile of tokens; 0 if nothing is tiled."""
-        return max((value for value, inside in self._layer_values() if inside), default=0)
+        """Bytes of the largest value that a layer's operations read or compute."""
+        return max(
+            bytes_at(layer.program.values[name], self.lowered.bucket)
+            for layer in self.lowered.layers
+            for operation in layer.program.operations
+            for name in (*operation.activations, *operation.results)
+        )
 
     @cached_property
     def largest_logits_bytes(self) -> int:
@@ -451,11 +477,11 @@ class PeakModel:
 
     @property
     def mapped_value(self) -> int:
-        """Bytes of the largest value that may be mapped outside the heap; 0 if no MLP is tiled.
+        """Bytes of the largest value that may be mapped outside the heap; 0 if no MLP is sliced.
 
-        Without tiles, values of many sizes lie on the heap and fit each other's holes.
+        Without slices, values of many sizes lie on the heap and fit each other's holes.
         """
-        return self.largest_whole_value if self.lowered.is_tiled else 0
+        return self.largest_whole_value if self.lowered.slice_columns else 0
 
     def off_heap(self, index: int) -> tuple[int, int, int]:
         """Bytes that may lie outside the heap: the largest tile, the logits, a whole head chunk."""
@@ -463,16 +489,6 @@ class PeakModel:
         head = self.lowered.blocks[index].head
         logits, chunk = (0, 0) if head is None else head.streamed(self.execution)
         return tile, logits, chunk
-
-    def _layer_values(self) -> Iterator[tuple[int, bool]]:
-        """The bytes of every value of a layer, and whether it is inside a `Tiled` operation."""
-        programs = {layer.block.type: layer for layer in self.lowered.layers}
-        for layer in programs.values():
-            tiled = tiled_of(layer.program)
-            inside = set() if tiled is None else set(tiled.inner_values)
-            for name, shape in layer.program.values.items():
-                tokens = layer.tile_tokens if name in inside else self.lowered.bucket
-                yield bytes_at(shape, tokens), name in inside
 
 
 def _sizes(program: Program, call: Call) -> Callable[[str], int]:

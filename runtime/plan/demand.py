@@ -26,6 +26,7 @@ class Demand:
     moments: float32 values of optimizer state for each trained value, in a scratch file.
     stores_gradients: whether the gradients of all layers are in a scratch file during a step.
     drops_inputs: whether training drops values of the adapters' inputs.
+    observes_inputs: whether the inputs of adapted matrices are looked at, each whole.
     trains_weights: whether all weights are trained, in place of adapters.
     noise_bytes: memory in which noise for the weights is drawn.
     shares: whether several workers can share out a step.
@@ -47,6 +48,7 @@ class Demand:
     moments: int = 0
     stores_gradients: bool = False
     drops_inputs: bool = False
+    observes_inputs: bool = False
     trains_weights: bool = False
     noise_bytes: int = 0
     shares: bool = False

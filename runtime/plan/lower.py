@@ -1,24 +1,24 @@
 """Lowering: turns the programs of a bundle into instructions for one sequence bucket.
 
-All that is decided before anything runs is decided here: tiles of tokens and of weights, the order
-of instructions, when values are freed, and which are recomputed. The planner adds up this result,
-the engine runs it, and neither decides anything again. Pure: no MLX.
+All that is decided before anything runs is decided here: tiles of weights, slices of MLPs, the
+order of instructions, when values are freed, and which are recomputed. The planner adds up this
+result, the engine runs it, and neither decides anything again. Pure: no MLX.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from runtime.arrays.stored import Block
 from runtime.bundle.manifest import Manifest
-from runtime.operations.base import WHOLE, Evaluation, Execution, Operation
-from runtime.operations.program import Body, Instruction, Program
-from runtime.operations.tiled import Tiled
+from runtime.operations.base import Evaluation, Execution, Operation
+from runtime.operations.program import Instruction, Program
+from runtime.operations.sliced_mlp import SlicedMlp
 from runtime.operations.values import DECODED_TOKENS, F32
 from runtime.plan.schedule import backward_schedule, forward_schedule, keeping_schedule, kept_values
-from runtime.plan.token_tiles import fold, tile_tokens, tiled_of, unfold
+from runtime.plan.slices import fold, width_of
 
 LEAST_CHUNK_ROWS = 64  # the fewest rows of the vocabulary in a chunk
 MOST_CHUNKS = 8  # of the vocabulary, where each is one evaluation
@@ -29,18 +29,20 @@ class Sizes:
     """The sizes that a plan chooses among, from generous to frugal.
 
     `tile_values` bounds the values of a matrix that are dequantized at once, `attention_block` the
-    queries whose attention scores exist at once, `most_tokens` the tokens that an MLP takes at
-    once. With `materialize_blocks`, dequantized weights stay until their block is done.
-    `chunk_rows` is how many rows of the vocabulary the head takes at once, 0 for as many as
-    `tile_values` allows. `cache_bytes` limits MLX's own cache, where it has one. On a GPU
-    a block's forward or backward, or each operation in it, can be one `evaluation`.
+    queries whose attention scores exist at once. With `slices`, an MLP takes a slice of its width
+    at a time; with `keeps_mlps`, not in layers that keep values, which keep its values too. With
+    `materialize_blocks`, dequantized weights stay until their block is done. `chunk_rows` is how
+    many rows of the vocabulary the head takes at once, 0 for as many as `tile_values` allows.
+    `cache_bytes` limits MLX's own cache, where it has one. On a GPU a block's forward or backward,
+    or each operation in it, can be one `evaluation`.
     """
 
     tile_values: int
     attention_block: int
     cache_bytes: int = 0
     materialize_blocks: bool = False
-    most_tokens: int = WHOLE
+    slices: bool = False
+    keeps_mlps: bool = True
     chunk_rows: int = 0
     evaluation: Evaluation = "part"
 
@@ -52,14 +54,14 @@ class LoweredBlock:
     `forward` computes the output. `keeping` computes the output and keeps the values `kept`.
     `backward` computes the gradient of the input (except in the first layer with an adapter, where
     nothing reads it) from the input and the gradient of the output; `backward_kept` also uses the
-    values `kept`. Layers before that one have no backward.
+    values `kept`. Layers before that one have no backward. These may take an MLP
+    whole, and keep its values, while the others slice it.
     `head` is the operation that passes over the vocabulary, in the last block.
     A block that decodes has a forward only.
     """
 
     block: Block
     program: Program
-    tile_tokens: int
     adapted: frozenset[str]
     forward: tuple[Instruction, ...]
     keeping: tuple[Instruction, ...]
@@ -94,31 +96,9 @@ class LoweredModel:
         return self.blocks[1:-1]
 
     @property
-    def tile_tokens(self) -> int:
-        """The most tokens that an MLP takes at once."""
-        return max(block.tile_tokens for block in self.layers)
-
-    @property
-    def is_tiled(self) -> bool:
-        """Whether any MLP takes a tile of tokens at a time."""
-        return self.tile_tokens < self.bucket
-
-    def tiles_fit(self, other: LoweredModel) -> bool:
-        """Whether tiles of tokens are no larger here than in another lowering."""
-        if self.execution.one_evaluation:
-            return True
-        return self.tile_tokens <= other.tile_tokens and self._unit <= other._unit
-
-    @property
-    def _unit(self) -> int:
-        """The most tokens that an operation which treats tokens alike takes at once."""
-        units = (
-            operation.tile_unit(self.bucket)
-            for layer in self.layers
-            for operation in layer.program.operations
-            if operation.tokenwise or operation.runs_once_per_tile
-        )
-        return max(units, default=0)
+    def slice_columns(self) -> int:
+        """The most columns of its width that an MLP takes at once; 0 if none is sliced."""
+        return max(self.execution.tile_columns.values(), default=0)
 
     def graph_keys(self, backward: bool) -> set[str]:
         """The keys of the serialized functions that rows of the bucket use.
@@ -160,14 +140,14 @@ def lower(
         input_wanted = index > first  # nothing is trained before it
         key = (block.type, adapted, input_wanted)
         if key not in known:
-            known[key] = _lower_block(
-                manifest, block, bucket, sizes, adapted, input_wanted, context
-            )
+            known[key] = _lower_block(manifest, block, sizes, adapted, input_wanted, context)
         blocks.append(replace(known[key], block=block))
+    widths = _slice_widths(manifest, blocks, sizes.tile_values)
     execution = Execution(
         manifest.tables,
         bucket,
-        _tile_rows(manifest, sizes.tile_values, packed),
+        _tile_rows(manifest, sizes.tile_values, packed) | widths.rows,
+        widths.columns,
         sizes.chunk_rows or _chunk_rows(manifest, sizes),
         sizes.attention_block,
         packed or (context > 0 and bucket == 1),
@@ -188,7 +168,29 @@ def rows_at_once(rows: int, columns: int, values: int) -> int:
     return math.ceil(rows / math.ceil(rows / most))
 
 
-def _tile_rows(manifest: Manifest, values: int, packed: bool) -> Mapping[str, int]:
+@dataclass
+class _Widths:
+    """The rows of gate and up, and the columns of down, that MLPs take at once, by full name."""
+
+    rows: dict[str, int] = field(default_factory=dict)
+    columns: dict[str, int] = field(default_factory=dict)
+
+
+def _slice_widths(manifest: Manifest, blocks: Sequence[LoweredBlock], values: int) -> _Widths:
+    widths = _Widths()
+    for lowered in blocks:
+        tensor = lowered.block.tensor
+        for operation in lowered.program.operations:
+            if isinstance(operation, SlicedMlp):
+                into, (down,) = operation.into.matrices(tensor), operation.down.matrices(tensor)
+                gate, last = manifest.matrices[into[0]], manifest.matrices[down]
+                width = width_of(gate, last, values)
+                widths.rows |= dict.fromkeys(into, width) | {down: last.rows}
+                widths.columns[down] = width
+    return widths
+
+
+def _tile_rows(manifest: Manifest, values: int, packed: bool) -> dict[str, int]:
     return {
         name: matrix.rows
         if packed and not matrix.is_float
@@ -207,7 +209,6 @@ def _chunk_rows(manifest: Manifest, sizes: Sizes) -> int:
 def _lower_block(
     manifest: Manifest,
     block: Block,
-    bucket: int,
     sizes: Sizes,
     adapted: frozenset[str],
     input_wanted: bool,
@@ -215,37 +216,31 @@ def _lower_block(
 ) -> LoweredBlock:
     program = manifest.block_types[block.type].program(manifest.device)
     if context:
-        return _decoding(block, program.decoding(context), bucket, adapted)
-    folded = fold(program)
-    tokens = tile_tokens(folded, bucket, sizes.most_tokens)
-    if tokens < bucket:
-        program = folded
+        return _decoding(block, program.decoding(context), adapted)
+    keeping = program = fold(program) if sizes.slices else program
+    if sizes.keeps_mlps:
+        keeping = manifest.block_types[block.type].program(manifest.device)
 
-    def bodied(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-        if sizes.evaluation == "operation":
-            schedule = _with_evaluations(schedule)
-        return tuple(_with_body(instruction, program, adapted, tokens) for instruction in schedule)
+    def evaluated(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+        return _with_evaluations(schedule) if sizes.evaluation == "operation" else schedule
 
     return LoweredBlock(
         block,
         program,
-        tokens,
         adapted,
-        bodied(forward_schedule(program)),
-        bodied(keeping_schedule(program, adapted, input_wanted)),
-        bodied(backward_schedule(program, adapted, input_wanted)),
-        bodied(backward_schedule(program, adapted, input_wanted, kept=True)),
-        kept_values(program, adapted, input_wanted),
+        evaluated(forward_schedule(program)),
+        evaluated(keeping_schedule(keeping, adapted, input_wanted)),
+        evaluated(backward_schedule(program, adapted, input_wanted)),
+        evaluated(backward_schedule(keeping, adapted, input_wanted, kept=True)),
+        kept_values(keeping, adapted, input_wanted),
         program.head,
     )
 
 
-def _decoding(block: Block, program: Program, tokens: int, adapted: frozenset[str]) -> LoweredBlock:
+def _decoding(block: Block, program: Program, adapted: frozenset[str]) -> LoweredBlock:
     """A block that decodes, which takes all its tokens at once."""
     forward = forward_schedule(program)
-    return LoweredBlock(
-        block, program, tokens, adapted, forward, (), (), (), frozenset(), program.head
-    )
+    return LoweredBlock(block, program, adapted, forward, (), (), (), frozenset(), program.head)
 
 
 def _with_evaluations(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
@@ -257,21 +252,3 @@ def _with_evaluations(schedule: tuple[Instruction, ...]) -> tuple[Instruction, .
     return tuple(
         replace(instruction, evaluates=at in costly[:-1]) for at, instruction in enumerate(schedule)
     )
-
-
-def _with_body(
-    instruction: Instruction, program: Program, adapted: frozenset[str], tokens: int
-) -> Instruction:
-    """The instruction with what runs inside it, where it is a `Tiled` operation."""
-    tiled = instruction.operation
-    if not isinstance(tiled, Tiled):
-        return instruction
-    inner = unfold(program, tiled)
-    if instruction.backward:
-        schedule = backward_schedule(inner, adapted, bool(instruction.wanted))
-    else:
-        schedule = forward_schedule(inner)
-    return replace(instruction, body=Body(inner, tokens, schedule))
-
-
-__all__ = ["LoweredBlock", "LoweredModel", "Sizes", "lower", "rows_at_once", "tiled_of"]

@@ -1,7 +1,7 @@
 """The memory plan for a budget: tile sizes, kept activations, materialized weights, and the peak.
 
 Planning is pure arithmetic over lowered programs. A budget is spent on, in this order: the minimum,
-larger tiles of tokens and weights, kept activations, and weights that stay dequantized.
+larger tiles of weights and slices of MLPs, kept activations, and weights that stay dequantized.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.core.errors import BudgetError, UsageError
 from runtime.core.units import format_bytes
 from runtime.machine.machine import Machine
-from runtime.operations.base import WHOLE, Evaluation
+from runtime.operations.base import Evaluation
 from runtime.operations.values import F32
 from runtime.plan.allocator import Held, held_by_allocator, with_kept
 from runtime.plan.block_peaks import BlockPeak, PeakModel
@@ -40,18 +40,16 @@ READING_BYTES = 200_000
 
 # MeBP as its paper describes it: a whole layer dequantized at once, all scores and all logits
 PAPER = Sizes(1 << 62, 1 << 30, 128_000_000, materialize_blocks=True)
-LONG_TOKENS = 512  # the most that an MLP takes at once: more would save hardly any time
 LEVELS = (
-    Sizes(4 << 20, 256, 128_000_000, most_tokens=LONG_TOKENS),
-    Sizes(4 << 20, 256, 96_000_000, most_tokens=LONG_TOKENS),
-    Sizes(4 << 20, 128, 64_000_000, most_tokens=LONG_TOKENS),
-    Sizes(2 << 20, 64, 48_000_000, most_tokens=LONG_TOKENS),
-    Sizes(2 << 20, 64, 24_000_000, most_tokens=256),
-    Sizes(1 << 20, 64, 24_000_000, most_tokens=256),
-    Sizes(1 << 20, 64, 12_000_000, most_tokens=128),
-    Sizes(1 << 20, 64, 12_000_000, most_tokens=64),
-    Sizes(512 << 10, 32, 8_000_000, most_tokens=64),
-    Sizes(256 << 10, 16, 4_000_000, most_tokens=64),
+    Sizes(4 << 20, 256, 128_000_000, slices=True),
+    Sizes(4 << 20, 256, 96_000_000, slices=True),
+    Sizes(4 << 20, 128, 64_000_000, slices=True),
+    Sizes(2 << 20, 64, 48_000_000, slices=True),
+    Sizes(1 << 20, 64, 24_000_000, slices=True),
+    Sizes(768 << 10, 64, 12_000_000, slices=True),
+    Sizes(512 << 10, 32, 8_000_000, slices=True),
+    Sizes(384 << 10, 32, 8_000_000, slices=True),
+    Sizes(256 << 10, 16, 4_000_000, slices=True),
 )
 # on a GPU, where an evaluation waits for it: whole blocks, or else whole operations
 BLOCK = Sizes(4 << 20, 256, 128_000_000, evaluation="block")
@@ -68,8 +66,8 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 class Request(msgspec.Struct, frozen=True):
     """The task of a plan, besides the method's demand and the machine.
 
-    `layout` is "budget", "paper" for the memory plan of the MeBP paper, or "whole" for blocks that
-    take all tokens at once. With `context`, sequences of at most so many tokens are decoded, and
+    `layout` is "budget", "paper" for the memory plan of the MeBP paper, or "whole" for MLPs that
+    are not sliced. With `context`, sequences of at most so many tokens are decoded, and
     `bucket` is how many tokens a prompt's chunks have.
     """
 
@@ -107,10 +105,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     arithmetic: str
     tile_values: Count
     attention_block: Count = msgspec.field(name="query_block")
-    tile_tokens: Count  # that an MLP takes at once
+    slice_columns: Natural  # of its width that an MLP takes at once; 0: the whole width
     chunk_rows: Count
     evaluation: Evaluation = "part"
     materialize_blocks: bool = msgspec.field(name="hold")  # each block whole, while it runs
+    keeps_mlps: bool = True  # where layers keep activations, also those inside MLPs
     prefetch: bool
     adapter_dtype: str
     lanes: Count  # hidden states that run through a block's forward together
@@ -127,13 +126,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def sizes(self) -> Sizes:
         """The sizes at which operations run."""
-        most_tokens = self.tile_tokens if self.tile_tokens < self.bucket else WHOLE
         return Sizes(
             self.tile_values,
             self.attention_block,
             self.cache_bytes,
             self.materialize_blocks,
-            most_tokens,
+            self.slice_columns > 0,
+            self.keeps_mlps,
             self.chunk_rows,
             self.evaluation,
         )
@@ -229,11 +228,6 @@ class Planner:
         smallest: int,
     ) -> Plan | None:
         """The most generous plan of these sizes that fits; None if none does."""
-        if not levels:
-            return None
-        plan = self._without_token_tiles(request, demand, levels[0], budget_bytes, smallest)
-        if plan is not None:
-            return plan
         for level in levels:
             for lanes in demand.lanes:
                 plan = self.predict(request, demand, level, budget_bytes, smallest, lanes)
@@ -285,7 +279,7 @@ class Planner:
             arithmetic=self.machine.arithmetic,
             tile_values=sizes.tile_values,
             attention_block=sizes.attention_block,
-            tile_tokens=lowered.tile_tokens,
+            slice_columns=lowered.slice_columns,
             chunk_rows=lowered.execution.chunk_rows,
             evaluation=sizes.evaluation,
             materialize_blocks=sizes.materialize_blocks,
@@ -319,12 +313,11 @@ class Planner:
             tiles = (sizes.tile_values, sizes.attention_block)
             return (*tiles, sizes.materialize_blocks, sizes.evaluation)
 
-        first, *others = self._levels(request)
-        known = (replace(first, most_tokens=WHOLE), first, *others)
-        known = (BLOCK, *self._operations(request, demand), *known)
+        ways = (BLOCK, *self._all_levels(request, demand))
+        known = [replace(level, keeps_mlps=plan.keeps_mlps) for level in ways]
         levels = [level for level in known if choices(level) == choices(plan.sizes)]
         made = plan
-        for level in levels or [first]:
+        for level in levels or known:
             model = self.model(request, demand, level)
             besides = self._process_bytes(request, model) - self.machine.process_bytes
             process = max(0, plan.process_bytes - besides)
@@ -412,7 +405,7 @@ class Planner:
             return (PAPER,)
         levels = LEVELS if self.machine.packed else LEVELS[DEQUANTIZED_FROM:]
         if request.layout == "whole":
-            return tuple(replace(level, most_tokens=WHOLE) for level in levels)
+            return tuple(replace(level, slices=False) for level in levels)
         return levels
 
     def _least(self, request: Request, demand: Demand) -> int:
@@ -422,31 +415,14 @@ class Planner:
             for level in self._all_levels(request, demand)
         )
 
-    def _without_token_tiles(
-        self, request: Request, demand: Demand, level: Sizes, budget_bytes: int, smallest: int
-    ) -> Plan | None:
-        """The plan without tiles of tokens, if the budget can keep all activations; else None."""
-        if not demand.backward or request.bucket <= level.most_tokens:
-            return None
-        whole = replace(level, most_tokens=WHOLE)
-        plan = self.predict(request, demand, whole, budget_bytes, smallest)
-        spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
-        generous = self._with_spare(request, demand, whole, plan, spare)
-        return generous if generous.kept_layers == len(self.manifest.layers) else None
-
     def _with_spare(
         self, request: Request, demand: Demand, sizes: Sizes, plan: Plan, spare: int
     ) -> Plan:
         """Spend the rest of the budget on kept activations, then on dequantized weights."""
-        model = self.model(request, demand, sizes)
         layers = range(1, len(self.manifest.blocks) - 1)
-        kept = kept_bytes = materialized = materialized_bytes = 0
-        if demand.backward:
-            for count in layers:
-                added = self._kept_bytes(model, plan, count)
-                if added > spare:
-                    break
-                kept, kept_bytes = count, added
+        sizes, kept, kept_bytes = self._most_spared(request, demand, sizes, plan, spare)
+        model = self.model(request, demand, sizes)
+        materialized = materialized_bytes = 0
         spare -= kept_bytes
         head = False
         if not self.machine.packed:
@@ -459,6 +435,26 @@ class Planner:
                 more = materialized_bytes + model.materialized_bytes(len(layers) + 1)
                 head = more <= spare
         return self._with(request, demand, sizes, plan, kept, materialized, head)
+
+    def _most_spared(
+        self, request: Request, demand: Demand, sizes: Sizes, plan: Plan, spare: int
+    ) -> tuple[Sizes, int, int]:
+        """The sizes with which keeping activations spares most; the layers that do, their bytes."""
+        best, best_spared = (sizes, 0, 0), 0
+        ways = (True, False) if sizes.slices else (True,)
+        for keeps_mlps in ways if demand.backward else ():
+            way = replace(sizes, keeps_mlps=keeps_mlps)
+            model = self.model(request, demand, way)
+            kept = kept_bytes = spared = 0
+            for count in range(1, len(self.manifest.layers) + 1):
+                added = self._kept_bytes(model, plan, count)
+                if added > spare:
+                    break
+                kept, kept_bytes = count, added
+                spared += model.spared(len(self.manifest.layers) + 1 - count)
+            if spared > best_spared:
+                best, best_spared = (way, kept, kept_bytes), spared
+        return best
 
     def _kept_bytes(self, model: PeakModel, plan: Plan, layers: int) -> int:
         """Bytes that so many layers add to the peak of a plan by keeping activations."""
@@ -484,6 +480,7 @@ class Planner:
         return msgspec.structs.replace(
             plan,
             predicted_peak_bytes=plan.predicted_peak_bytes + kept_bytes + materialized_bytes,
+            keeps_mlps=sizes.keeps_mlps,
             kept_layers=kept,
             kept_bytes=kept_bytes,
             materialized_layers=materialized,

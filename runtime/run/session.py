@@ -35,18 +35,8 @@ class Session:
     _materialized: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def model(self, tokens: int) -> Model:
-        """The model of the smallest sequence bucket for `tokens` tokens that fits the plan.
-
-        Its tiles of tokens must be no larger than planned: a shorter bucket that tiles do not
-        divide would take more memory.
-        """
-        bucket = choose_bucket(self.bundle.manifest, tokens)
-        for shorter in self.bundle.manifest.buckets:
-            if bucket <= shorter < self.plan.bucket:
-                model = self._at(shorter)
-                if model.lowered.tiles_fit(self._at(self.plan.bucket).lowered):
-                    return model
-        return self._at(max(bucket, self.plan.bucket))
+        """The model of the smallest sequence bucket for `tokens` tokens, at most the plan's."""
+        return self._at(choose_bucket(self.bundle.manifest, tokens))
 
     def _at(self, bucket: int) -> Model:
         if bucket not in self._models:

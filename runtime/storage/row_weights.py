@@ -84,6 +84,16 @@ class RowWeights:
             filled[first - start : last - start] = self.reader.rows(name, first, last)
         return FloatTile(values)
 
+    def columns(self, matrix: Matrix, start: int, stop: int) -> FloatTile:
+        """Columns start:stop of a matrix."""
+        name = self._names[matrix.packed.offset]
+        values, filled = new_rows(matrix.rows, stop - start)
+        step = max(1, SLICE_VALUES // matrix.columns)
+        for first in range(0, matrix.rows, step):
+            last = min(matrix.rows, first + step)
+            filled[first:last] = self.reader.rows(name, first, last)[:, start:stop]
+        return FloatTile(values)
+
     def gather(self, matrix: Matrix, rows: npt.NDArray[np.int64]) -> FloatTile:
         """Chosen rows of a matrix, in the given order; each is read once, neighbours together."""
         name = self._names[matrix.packed.offset]

@@ -7,6 +7,7 @@ that several workers hold in slices come from an assembly instead of the map.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import sys
@@ -63,7 +64,7 @@ class Weights:
 
     def _view(self, extent: Extent, start: int, stop: int) -> npt.NDArray[np.generic]:
         item = NUMPY[extent.dtype]
-        row = int(np.prod(extent.shape[1:], dtype=np.int64))
+        row = math.prod(extent.shape[1:])
         nbytes = row * np.dtype(item).itemsize
         offset = extent.offset + start * nbytes
         if self.assembly is None:
@@ -117,6 +118,24 @@ class Weights:
         if matrix.biases is None:
             return QuantizedTile(packed, scales, None)
         biases = self._floats(matrix.biases, start, stop)
+        return QuantizedTile(packed, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
+
+    def columns(self, matrix: Matrix, start: int, stop: int) -> Tile:
+        """Columns start:stop of a matrix, whole groups of them, copied out of the map."""
+
+        def part(extent: Extent) -> mx.array:
+            first, last = (at * extent.shape[1] // matrix.columns for at in (start, stop))
+            columns = self._view(extent, 0, matrix.rows)[:, first:last]
+            # contiguous: MLX would copy all that lies between the columns
+            return _copied(np.ascontiguousarray(columns), extent.dtype)
+
+        packed = part(matrix.packed)
+        if matrix.scales is None:
+            return FloatTile(packed)
+        scales = part(matrix.scales).astype(mx.float32)
+        if matrix.biases is None:
+            return QuantizedTile(packed, scales, None)
+        biases = part(matrix.biases).astype(mx.float32)
         return QuantizedTile(packed, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
 
     def gather(self, matrix: Matrix, rows: npt.NDArray[np.int64]) -> Tile:

@@ -241,10 +241,14 @@ def linear(
 
 
 def token_bits(key: int, token: int, columns: int) -> npt.NDArray[np.uint16]:
-    """The random bits (C,) that say what dropout drops of one token, by a key of its own."""
+    """The random bits (C,) that say what dropout drops of one token, by a key for 32 columns."""
     last = ((key & 0xFFFFFFFF) + token) & 0xFFFFFFFF
-    words = mx.random.split(mx.array([key >> 32, last], mx.uint32), math.ceil(columns / 4))
-    return np.array(words).reshape(-1).view(np.uint16)[:columns]
+    drawn = []
+    for block in range(math.ceil(columns / 32)):
+        first = ((key >> 32) + block) & 0xFFFFFFFF
+        words = mx.random.split(mx.array([first, last], mx.uint32), 8)
+        drawn.append(np.array(words).reshape(-1).view(np.uint16))
+    return np.concatenate(drawn)[:columns]
 
 
 def attention(

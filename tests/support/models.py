@@ -24,7 +24,6 @@ from runtime.methods.mebp import Backprop, StepDropout
 from runtime.methods.protocol import StepLoss
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.objective import Loss
-from runtime.operations.base import WHOLE
 from runtime.plan.lower import Sizes, lower
 from runtime.plan.schedule import backward_schedule
 from runtime.storage.activations import Activations
@@ -163,7 +162,7 @@ def agree(found: dict[str, mx.array], expected: dict[str, mx.array], bound: floa
 
 def with_input_gradients(model: Model) -> Model:
     """The model whose first layer too returns the gradient of its input, which no adapter needs."""
-    assert not model.lowered.is_tiled
+    assert not model.lowered.slice_columns
     embedding, first, *others = model.lowered.blocks
     changed = replace(first, backward=backward_schedule(first.program, first.adapted, True))
     return replace(model, lowered=replace(model.lowered, blocks=(embedding, changed, *others)))
@@ -176,10 +175,10 @@ def model_of(
     tile_values: int = 7000,
     attention_block: int = 7,
     chunk_rows: int = 100,
-    most_tokens: int = WHOLE,
+    slices: bool = False,
     weights: WeightSource | None = None,
 ) -> Model:
     """A model whose tiles are small and divide nothing; its weights are the bundle's by default."""
-    sizes = Sizes(tile_values, attention_block, 0, False, most_tokens, chunk_rows)
+    sizes = Sizes(tile_values, attention_block, 0, False, slices, chunk_rows)
     lowered = lower(bundle.manifest, bucket, sizes, arithmetic == "packed")
     return Model(bundle, weights or Weights(bundle), lowered, Graphs(bundle))

@@ -176,6 +176,10 @@ class FullWeights:
         self._fill(name, start, stop, filled)
         return FloatTile(values)
 
+    def columns(self, matrix: Matrix, start: int, stop: int) -> FloatTile:
+        """Never: weights that are trained are read by rows, in the order of their noise."""
+        raise AssertionError(f"{self.name_of(matrix)} is read by columns, and is trained")
+
     def gather(self, matrix: Matrix, rows: Indices) -> FloatTile:
         """Chosen rows of a matrix with all updates, in the given order; none is written."""
         name = self._names[matrix.packed.offset]

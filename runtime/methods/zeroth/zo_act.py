@@ -93,6 +93,7 @@ def demand(config: StepConfig) -> Demand:
     return replace(
         demand_of(config, Coefficients(config.directions), BY_NAME[config.zo_optimizer_name]),
         trains_weights=False,
+        observes_inputs=True,
     )
 
 

@@ -121,7 +121,7 @@ def test_kernel_and_graph_agree(tiny: Tiny, rng: Rng, family: str) -> None:
         ) -> dict[str, mx.array]:
             program = block_type.program("cpu")
             instruction = Instruction(backward, one, wanted, (), ())
-            run = Run(model.executor, block, program, instruction, 32)
+            run = Run(block, program, instruction, 32)
             kernel, values = model.executor.kernels[type(one)], dict(given)
             if backward:
                 return kernel.backward(run, values, {}, {})

@@ -16,7 +16,6 @@ from support.runs import MAIN, copied_program, python, train_arguments
 
 from runtime.bundle.store import Bundle, open_bundle
 from runtime.core.errors import BundleError
-from runtime.operations.base import WHOLE
 from runtime.plan.block_peaks import PeakModel
 
 OPERATION = '''
@@ -107,7 +106,7 @@ TABLES = {
             "from runtime.operations.elementwise_kernel",
             "from runtime.operations.dummy_kernel import ScaleKernel\n",
         ),
-        ("    Tiled: TiledKernel,\n", "    Scale: ScaleKernel,\n"),
+        ("    SlicedMlp: SlicedMlpKernel,\n", "    Scale: ScaleKernel,\n"),
     ),
 }
 
@@ -136,15 +135,15 @@ for name in sys.argv[3:]:
     adapters = Adapters(bundle.manifest, mx.load(str(folder / "adapters.safetensors")), "float32")
     found = {}
     for kept in (0, 1):
-        for most_tokens in (64, 1 << 62):
-            model = model_of(bundle, 128, most_tokens=most_tokens)
-            assert model.lowered.is_tiled == (most_tokens == 64)
+        for slices in (True, False):
+            model = model_of(bundle, 128, slices=slices)
+            assert not model.lowered.slice_columns  # an operation inside an MLP keeps it whole
             peak = PeakModel(bundle.manifest, model.lowered, demand_of("mebp"), "float32")
             peaks = peak.block(1, 2)
             loss, gradients = mebp(model, adapters, rows, folder, kept)
             gradients["loss"] = mx.array([loss.loss_sum / loss.scored_tokens])
             gradients["peaks"] = mx.array([peaks.forward_bytes, peaks.backward_bytes])
-            found |= {f"{kept}.{most_tokens}.{key}": value for key, value in gradients.items()}
+            found |= {f"{kept}.{slices}.{key}": value for key, value in gradients.items()}
     mx.save_safetensors(str(folder / f"{name}.safetensors"), found)
 """
 
@@ -192,7 +191,7 @@ BEFORE_MLP, INSIDE_MLP = "mlp.gate_proj.in", "mlp.down_proj.in"
 def test_a_new_operation_is_two_files_and_a_line_in_each_table(
     tiny: Tiny, rng: Rng, extended: Path, tmp_path: Path
 ) -> None:
-    """It is checked, planned and run, forward and backward, also inside tiles of tokens."""
+    """It is checked, planned and run, forward and backward, also inside an MLP, then not sliced."""
     bundle = tiny("qwen2", seq_lens=LENGTHS)
     assert {block.type for block in bundle.manifest.layers} == {"layer0"}
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
@@ -219,13 +218,13 @@ def test_a_new_operation_is_two_files_and_a_line_in_each_table(
     loss, expected = reference.gradients(dense, [(row.tokens, row.scored) for row in rows])
 
     for kept in (0, 1):
-        for most_tokens in (64, WHOLE):
-            prefix = f"{kept}.{most_tokens}."
+        for slices in (True, False):
+            prefix = f"{kept}.{slices}."
             of_one, of_both = (
                 {n.removeprefix(prefix): v for n, v in one.items() if n.startswith(prefix)}
                 for one in (same, scaled)
             )
-            model = model_of(bundle, 128, most_tokens=most_tokens)
+            model = model_of(bundle, 128)
             plain, gradients = mebp(model, adapters, rows, tmp_path, kept)
             peak = PeakModel(bundle.manifest, model.lowered, demand_of("mebp"), "float32")
             block = peak.block(1, 2)

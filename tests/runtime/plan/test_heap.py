@@ -15,14 +15,14 @@ from support.plans import LINUX, MAC, PLENTY, Task, peak_model_of, plan_of, pred
 from runtime.bundle.manifest import Manifest
 from runtime.machine.glibc import unused_bytes
 from runtime.machine.machine import Heap, Machine
-from runtime.operations.base import WHOLE, materialized_bytes
+from runtime.operations.base import materialized_bytes
 from runtime.operations.values import F32
 from runtime.plan.allocator import heap_use
 from runtime.plan.lower import Sizes
-from runtime.plan.plan import LEVELS, Plan
+from runtime.plan.plan import Plan
 
-NOTHING = Heap(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-SIZES = Sizes(2048, 16, 0, most_tokens=64)
+NOTHING = Heap(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+SIZES = Sizes(2048, 16, 0, slices=True)
 
 
 def with_heap(**values: float) -> Machine:
@@ -67,7 +67,7 @@ def test_values_that_are_mapped_leave_fewer_holes(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     manifest, task = tiny("gemma3", seq_lens=(1024,)).manifest, task_of(1024, method)
-    whole = replace(SIZES, most_tokens=WHOLE)
+    whole = replace(SIZES, slices=False)
     values = {"share": 0.5, "share_beside_mapped": 0.1}
     before = [slack(manifest, task, sizes, **values) for sizes in (SIZES, whole)]
     longest = peak_model_of(manifest, task, SIZES).mapped_value
@@ -77,11 +77,6 @@ def test_values_that_are_mapped_leave_fewer_holes(
     assert untiled == before[1]  # nothing is mapped where an MLP's values are whole
     monkeypatch.setattr("runtime.machine.glibc.LONG_VALUE_BYTES", longest + 1)
     assert slack(manifest, task, SIZES, **values) == before[0]
-    monkeypatch.setattr("runtime.machine.glibc.LARGE_VALUE_BYTES", longest)
-    assert slack(manifest, task, SIZES, **values, share_of_large=0.5) == pytest.approx(
-        before[0] + longest / 2, abs=2
-    )
-    assert slack(manifest, task, whole, **values, share_of_large=0.5) == before[1]
 
 
 def test_logits_leave_a_share_of_a_chunk_unless_they_are_mapped(
@@ -115,15 +110,3 @@ def test_mlx_s_own_allocator_has_no_heap(tiny: Tiny) -> None:
     large = Heap(10**9, 9.0, 9.0, 9.0, 9.0)
     with_one = msgspec.structs.replace(MAC, heap=large)
     assert plan_of(manifest, task, PLENTY, with_one) == plan_of(manifest, task, PLENTY, MAC)
-
-
-def test_tiles_of_tokens_hold_less_than_whole_values(tiny: Tiny) -> None:
-    manifest, task = tiny("gemma3", seq_lens=(1024,)).manifest, task_of(1024)
-    sizes = replace(LEVELS[-1], most_tokens=64)
-    tiled = peak_model_of(manifest, task, sizes)
-    value = tiled.largest_whole_value
-    assert 1024 * manifest.hidden_size * F32 <= value <= tiled.largest_whole_value
-    assert 0 < tiled.largest_tiled_value < value
-    whole = peak_model_of(manifest, task, replace(sizes, most_tokens=WHOLE))
-    assert value < whole.largest_whole_value and not whole.largest_tiled_value
-    assert whole.largest_tiled_value == whole.mapped_value == 0

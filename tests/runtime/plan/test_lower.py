@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from oracles.whole_model import relative_error
 from support.bundles import Rng, Tiny
 from support.lengths import pairs
 from support.models import BUCKETS, FAMILIES, LENGTHS, adapters_of
@@ -18,7 +19,7 @@ from runtime.arrays.values import Gradients, Loras, Values
 from runtime.engine.executor import Executor
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
-from runtime.operations.base import WHOLE, Call
+from runtime.operations.base import Call
 from runtime.operations.kernel import Run
 from runtime.operations.program import Instruction, Program
 from runtime.operations.values import bytes_at, gradient_of
@@ -63,29 +64,11 @@ class RecordingExecutor(Executor):
 
     def _forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         self._note(run, lanes)
-        at = len(self.events)
         super()._forward(run, lanes, loras)
-        self._drop_tiles(run, at)
 
     def _backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> None:
         self._note(run, [values])
-        at = len(self.events)
         super()._backward(run, values, loras, gradients)
-        self._drop_tiles(run, at)
-
-    def _drop_tiles(self, run: Run, at: int) -> None:
-        """Of what ran inside, the first tile; the others were the same."""
-        inside, body = self.events[at:], run.instruction.body
-        if body is None:
-            assert not inside
-            return
-        count = run.tokens // body.tokens
-        first = inside[: len(inside) // count]
-        alive = self.alive[at : at + len(first)]
-        assert len(inside) == count * len(first) and first
-        assert all(one.same(first[i % len(first)]) for i, one in enumerate(inside))
-        assert self.alive[at:] == alive * count
-        del self.events[at + len(first) :], self.alive[at + len(first) :]
 
 
 class RecordingPeakModel(PeakModel):
@@ -130,11 +113,6 @@ def walk(
         found.append(
             {n: sizes.get(n) or bytes_at(shapes[n.removeprefix("~")], tokens) for n in names}
         )
-        if one.body is not None:
-            inner = one.body
-            (source,), (result,) = one.operation.activations, one.operation.results
-            begin = {source, gradient_of(result)} if one.backward else {source}
-            found += walk(lowered, inner.program, inner.instructions, begin, inner.tokens)
         made = set(map(gradient_of, one.wanted)) if one.backward else set(one.wanted)
         alive = (alive | made | set(one.statistics)) - set(one.frees)
     return found
@@ -145,7 +123,7 @@ def random_sizes(rng: Rng, bucket: int) -> Sizes:
         int(10 ** rng.uniform(2.7, 5)),
         int(rng.integers(1, bucket + 8)),
         materialize_blocks=bool(rng.random() < 0.3),
-        most_tokens=int(rng.choice([WHOLE, bucket // 2, 1])),
+        slices=bool(rng.random() < 0.5),
         chunk_rows=int(rng.choice([0, rng.integers(1, 400)])),
     )
 
@@ -225,7 +203,7 @@ def test_what_a_forward_keeps_is_what_the_planner_adds_up(
         y, kept = model.forward_keeping(one.block, x, loras)
         assert set(kept) == one.kept
         assert sum(value.nbytes for value in kept.values()) == peak.kept_bytes(index)
-        assert mx.array_equal(y, model.forward(one.block, x, loras))
+        assert mx.allclose(y, model.forward(one.block, x, loras), rtol=1e-4, atol=1e-4)
         executor.clear()
         dx, gradients = model.backward(one.block, x, dy, loras, kept)
         assert not kept
@@ -234,9 +212,9 @@ def test_what_a_forward_keeps_is_what_the_planner_adds_up(
         assert outer == list(one.backward_kept)
         dx_again, again = model.backward(one.block, x, dy, loras)
         assert (dx is None) == (dx_again is None) == (index == 1)
-        assert dx is None or (dx_again is not None and mx.array_equal(dx, dx_again))
+        assert dx is None or (dx_again is not None and mx.allclose(dx, dx_again, 1e-4, 1e-4))
         for name, pair in gradients.items():
-            assert all(mx.array_equal(a, b) for a, b in zip(pair, again[name], strict=True))
+            assert all(relative_error(a, b) < 1e-5 for a, b in zip(pair, again[name], strict=True))
 
 
 def test_tiles_are_those_that_the_lowering_says(tiny: Tiny, rng: Rng) -> None:

@@ -44,7 +44,7 @@ def test_a_block_or_an_operation_is_one_evaluation_on_a_gpu_where_it_fits(
     """Nothing is freed before it ends, so it takes more than parts that end one by one."""
     manifest = tiny("gemma3").manifest
     plan = plan_of(manifest, task, 300_000_000, MAC)
-    assert plan.evaluation == "block" and plan.tile_tokens == plan.bucket
+    assert plan.evaluation == "block" and not plan.slice_columns
     assert math.ceil(manifest.vocab_size / plan.chunk_rows) <= MOST_CHUNKS
     assert "each block evaluated once" in describe_plan(plan.to_json())
     assert Planner(manifest, MAC).again(plan, *task) == plan
@@ -132,7 +132,7 @@ def test_each_fact_of_a_machine_changes_its_own_part_of_a_plan(tiny: Tiny, task:
     assert packed.arithmetic == "packed"
 
     on_gpu = planned(changed(device="gpu"))  # runs graphs where a CPU has kernels
-    assert not differing(here, on_gpu) & {*adapters, "arithmetic", "tile_values", "tile_tokens"}
+    assert not differing(here, on_gpu) & {*adapters, "arithmetic", "tile_values"}
     assert here.blocks != on_gpu.blocks
 
 

@@ -20,12 +20,11 @@ from support.plans import Task, demand_of, peak_model_of, task_of
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.methods.mebp import StepDropout
-from runtime.operations.base import WHOLE
+from runtime.operations.elementwise import Elementwise
 from runtime.operations.values import F32
 from runtime.plan.block_peaks import PeakModel
 from runtime.plan.lower import Sizes
 from runtime.plan.plan import Request
-from runtime.plan.token_tiles import fold, tiled_of
 
 # MLX allocates for up to ten operations ahead of those that have run, unless its memory limit is
 # reached, as in a run: here it always is. On shapes as small as these objects of a few bytes count.
@@ -60,12 +59,12 @@ class Allocated:
 
 @each_family
 def test_graphs_allocate_what_their_workspace_says(tiny: Tiny, rng: Rng, family: str) -> None:
-    """Others may need more than an MLP, where MLX allocates ahead or strides forbid reuse."""
+    """Others may need more than activations, where MLX allocates ahead or strides forbid reuse."""
     manifest = (bundle := tiny(family, seq_lens=(512,))).manifest
     # as a GPU runs them: on a CPU a kernel takes the place of some
-    folded = [tiled_of(fold(one.program("gpu"))) for one in manifest.block_types.values()]
-    tiled = {one.graph for each in folded if each for one in each.inside if one.graph}
-    assert tiled
+    operations = [one for each in manifest.block_types.values() for one in each.operations]
+    activations = {one.graph for one in operations if isinstance(one, Elementwise) and one.gated}
+    assert activations
     for key, graph in manifest.graphs.items():
         function = mx.import_function(str(bundle.path / graph.file))
         inputs = [
@@ -80,7 +79,7 @@ def test_graphs_allocate_what_their_workspace_says(tiny: Tiny, rng: Rng, family:
         expected = graph.workspace_bytes + sum(result.nbytes for result in results)
         late = max(array.nbytes for array in (*results, *inputs))  # given back after its successor
         del results, inputs
-        exact = key.rsplit(".", 2)[0] in tiled
+        exact = key.rsplit(".", 2)[0] in activations
         print(key, found.most, expected, late)
         assert found.most <= (1.3 if exact else 2.1) * expected + late + 1000
         assert found.most >= 0.7 * expected or not exact
@@ -97,12 +96,12 @@ def drawn(bundle: Bundle, rng: Rng, method: str) -> tuple[Model, PeakModel, int]
     """A model whose tiles are not so small that objects of a few bytes count, and its peaks."""
     bucket, dropout = int(rng.choice(bundle.manifest.buckets)), bundle.manifest.lora.dropout
     task = Task(Request(bucket), demand_of(method, lora_dropout=dropout))
-    tokens = int(rng.choice([48, 64, WHOLE]))
+    slices = bool(rng.random() < 0.7)
     tiles, queries = int(rng.integers(8_000, 60_000)), int(rng.integers(16, 65))
-    sizes = Sizes(tiles, queries, 0, most_tokens=tokens)
+    sizes = Sizes(tiles, queries, 0, slices=slices)
     peaks = peak_model_of(bundle.manifest, task, sizes)
     lanes = int(rng.integers(2, 9)) if method == "mezo" else 1
-    choice = tiles, queries, peaks.execution.chunk_rows, tokens
+    choice = tiles, queries, peaks.execution.chunk_rows, slices
     return model_of(bundle, task.request.bucket, "unpacked", *choice), peaks, lanes
 
 
@@ -112,9 +111,7 @@ def most_alive(peaks: PeakModel, lanes: int) -> int:
 
 
 def check(found: Allocated, peaks: PeakModel, expected: int) -> None:
-    ahead = max(
-        peaks.largest_whole_value, peaks.largest_tiled_value
-    )  # by one operation now and then, although the limit is 0
+    ahead = peaks.largest_whole_value  # by one operation now and then, although the limit is 0
     print(found.most, expected, ahead)
     assert NOT_FAR_UNDER * expected <= found.most <= NEVER_OVER * expected + ahead
 

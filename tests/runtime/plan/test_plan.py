@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -23,13 +22,10 @@ from runtime.core.errors import BudgetError, UsageError
 from runtime.core.units import parse_bytes
 from runtime.machine.backend import PANEL_BYTES, ROW_BYTES, cores, prepare
 from runtime.machine.machine import Machine
-from runtime.operations.base import WHOLE
 from runtime.operations.values import F32
 from runtime.plan.lower import Sizes, lower
 from runtime.plan.plan import (
     LEVELS,
-    LONG_TOKENS,
-    MARGIN,
     READING_BYTES,
     Planner,
     choose_bucket,
@@ -201,18 +197,17 @@ print(json.dumps(msgspec.to_builtins(this_machine("cpu", "auto"))))
         assert (found.device, found.arithmetic) == ("cpu", "unpacked")
 
 
-def test_long_rows_go_whole_through_an_mlp_only_where_nothing_is_recomputed(tiny: Tiny) -> None:
+def test_layers_keep_the_values_of_whole_mlps(tiny: Tiny) -> None:
+    """So that nothing is recomputed there; a layer that keeps nothing takes its MLP in slices."""
     manifest = tiny("gemma3", seq_lens=(1024,)).manifest
     task, layers = task_of(1024), len(manifest.layers)
     rich = plan_of(manifest, task, 10_000_000_000)
-    assert (rich.tile_tokens, rich.kept_layers) == (1024, layers)
-    enough = rich.predicted_peak_bytes - rich.materialized_bytes
-    tiled = plan_of(manifest, task, int(0.98 * enough / MARGIN))
-    assert tiled.tile_tokens == LONG_TOKENS and tiled.kept_layers
-    least = plan_of(manifest, task, tiled.minimum_bytes)
-    assert least.tile_tokens == 64 and not least.kept_layers
+    assert rich.slice_columns and rich.kept_layers == layers
+    least = plan_of(manifest, task, rich.minimum_bytes)
+    assert least.slice_columns and least.kept_layers < layers
+    assert rich.keeps_mlps
     for method in ("mezo", EVAL):
-        assert plan_of(manifest, task_of(1024, method), 10**10).tile_tokens == LONG_TOKENS
+        assert plan_of(manifest, task_of(1024, method), 10**10).slice_columns
 
 
 def test_the_papers_plan_buys_nothing(tiny: Tiny) -> None:
@@ -241,18 +236,7 @@ def test_a_session_maps_the_values_whose_slack_is_planned_so(
     for budget in (smallest, PLENTY):
         open_session(bundle, plan_of(bundle.manifest, task_of(128), budget))
     hidden = 128 * bundle.manifest.hidden_size * F32
-    assert placed[0] >= hidden  # an MLP runs by tiles of tokens
-    assert placed[1] == 0
-
-
-def test_a_short_row_takes_no_more_than_was_planned(tiny: Tiny) -> None:
-    """Tiles do not divide 97 tokens, which run at 100, in tiles of 50."""
-    bundle = tiny("llama", seq_lens=(32, 97, 100, 128))
-    for most in (WHOLE, 64):
-        sizes = replace(LEVELS[-1], most_tokens=most)
-        plan = predicted(bundle.manifest, task_of(128), sizes, PLENTY)
-        session = open_session(bundle, plan)
-        assert tuple(session.model(n).bucket for n in (30, 33, 98, 101)) == (32, 100, 100, 128)
+    assert min(placed) >= hidden
 
 
 @pytest.mark.parametrize("targets", [(), ("nothing",)])
@@ -262,7 +246,7 @@ def test_nothing_to_train_is_planned_all_the_same(tiny: Tiny, targets: tuple[str
     for dtype in ("float32", "bfloat16"):
         plan = plan_of(manifest, task_of(128, adapter_dtype=dtype))
         assert plan.adapter_bytes == plan.gradient_bytes == 0
-        assert plan_of(manifest, task_of(128), plan.minimum_bytes).tile_tokens == 64
+        assert plan_of(manifest, task_of(128), plan.minimum_bytes).slice_columns
 
 
 @pytest.mark.parametrize(("family", "method"), [("qwen2", "mebp"), ("gemma3", "mezo")])

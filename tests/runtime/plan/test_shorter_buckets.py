@@ -12,7 +12,6 @@ from support.plans import PLENTY, demand_of, predicted, task_of
 
 from runtime.bundle.store import Bundle
 from runtime.engine.graphs import Graphs
-from runtime.operations.base import WHOLE
 from runtime.plan.block_peaks import PeakModel
 from runtime.plan.lower import Sizes, lower
 from runtime.plan.plan import Plan
@@ -20,8 +19,8 @@ from runtime.run.session import Session
 from runtime.storage.weights import Weights
 
 
-def planned(bundle: Bundle, bucket: int, most_tokens: int = WHOLE, layers: int = 0) -> Plan:
-    sizes = Sizes(3000, 7, most_tokens=most_tokens)
+def planned(bundle: Bundle, bucket: int, slices: bool = False, layers: int = 0) -> Plan:
+    sizes = Sizes(3000, 7, slices=slices)
     plan = predicted(bundle.manifest, task_of(bucket), sizes, PLENTY)
     return msgspec.structs.replace(plan, materialized_layers=layers)
 
@@ -32,16 +31,16 @@ def session_of(bundle: Bundle, plan: Plan) -> Session:
     return session
 
 
-@pytest.mark.parametrize("most_tokens", [WHOLE, 64])
+@pytest.mark.parametrize("slices", [False, True])
 @each_family
 def test_a_shorter_bucket_is_lowered_alike_and_takes_no_more(
-    tiny: Tiny, family: str, most_tokens: int
+    tiny: Tiny, family: str, slices: bool
 ) -> None:
     bundle = tiny(family, seq_lens=(*BUCKETS, *LENGTHS))
-    plan = planned(bundle, 128, most_tokens)
+    plan = planned(bundle, 128, slices)
     session = session_of(bundle, plan)
     longest = session.model(128)
-    assert longest.bucket == 128 and longest.lowered.is_tiled == (most_tokens == 64)
+    assert longest.bucket == 128 and bool(longest.lowered.slice_columns) == slices
     peaks = {}
     for bucket in (*BUCKETS, *LENGTHS):
         model = session.model(bucket)
@@ -71,11 +70,9 @@ def test_a_row_gives_the_same_gradients_at_every_bucket(
     assert {offset for offset, *_ in model.materialized} == first  # of one layer, for all models
 
 
-def test_a_shorter_bucket_that_tiles_do_not_divide_is_not_used(tiny: Tiny) -> None:
-    """It would take more tokens at once than was planned for."""
+def test_a_row_takes_the_shortest_bucket_that_holds_it(tiny: Tiny) -> None:
     bundle = tiny("llama", seq_lens=(32, 67, 128))
-    tiled = session_of(bundle, planned(bundle, 128, 64))
-    found = [tiled.model(length).bucket for length in (20, 32, 33, 67, 68)]
-    assert found == [32, 32, 128, 128, 128]
-    alone = session_of(bundle, planned(bundle, 32))
-    assert [alone.model(length).bucket for length in (20, 67, 100)] == [32, 67, 128]
+    for bucket in (128, 32):
+        session = session_of(bundle, planned(bundle, bucket, slices=True))
+        found = [session.model(length).bucket for length in (20, 32, 33, 67, 68)]
+        assert found == [32, 32, 67, 67, 128]

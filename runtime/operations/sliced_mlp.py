@@ -1,0 +1,129 @@
+"""The operation SlicedMlp: a gated MLP that takes a slice of its width at a time.
+
+The lowering replaces an MLP by it. A slice is so many rows of gate and up and the same columns of
+down. No value of all tokens and the whole width exists, and each weight is read and dequantized
+once in a pass over at most `MOST_TOKENS` tokens, forward or backward. A backward pass recomputes
+a slice's values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+from runtime.arrays.stored import Matrix
+from runtime.operations.base import Call, Execution, Function
+from runtime.operations.gated import SCRATCH_BYTES, Gated
+from runtime.operations.linear import MASK, Linear
+from runtime.operations.values import F32
+
+MOST_TOKENS = 512  # at once: with more, reading and dequantizing hardly take less of the time
+RANKS = 3  # arrays (T, r): what adapters have of the input, and of the sums over slices
+
+
+class SlicedMlp(Function, frozen=True):
+    """`down` of the gated products of `into`; never in a bundle."""
+
+    inputs: tuple[str]
+    outputs: tuple[str]
+    into: Linear
+    gated: Gated
+    down: Linear
+
+    runs_once_per_tile: ClassVar[bool] = True
+    repeats: ClassVar[bool] = True
+
+    @property
+    def label(self) -> str:
+        return "mlp"
+
+    @property
+    def _linears(self) -> tuple[Linear, Linear]:
+        return self.into, self.down
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        return tuple(name for linear in self._linears for name in linear.adaptable)
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        return self.down.products
+
+    def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return tuple(name for linear in self._linears for name in linear.matrices(tensor))
+
+    def vectors(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return tuple(name for linear in self._linears for name in linear.vectors(tensor))
+
+    def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return self.matrices(tensor)
+
+    def learned_results(self, adapted: frozenset[str]) -> tuple[str, ...]:
+        return self.outputs if self.learns(adapted) else ()
+
+    def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
+        return frozenset(self.inputs)  # from which a slice is recomputed
+
+    def working_bytes(self, call: Call, execution: Execution) -> int:
+        """The input as tiles take it, what is summed over slices, and one slice's values and tiles.
+
+        Where the inputs of matrices are observed, one lane runs by itself.
+        """
+        tables, width = execution.tables.matrices, self.width(call.tensor, execution)
+        gate, up = (tables[name] for name in self.into.matrices(call.tensor))
+        (down,) = (tables[name] for name in self.down.matrices(call.tensor))
+        tokens = tokens_at_once(call.tokens)
+        inputs, value = tokens * gate.columns * F32, tokens * width * F32
+        kinds = 1 if (gate.bits, gate.group_size) == (up.bits, up.group_size) else 2
+        summed = kinds * inputs + RANKS * tokens * execution.rank * F32
+        if tokens < call.tokens:
+            summed += tokens * down.rows * F32  # the part of the result
+        of_down = _tile(down, down.rows * width, execution)
+        if not call.backward:
+            of_gate = max(_tile(matrix, width * matrix.columns, execution) for matrix in (gate, up))
+            observed = tokens * down.columns * F32 if call.observed else 0
+
+            def lanes(count: int) -> int:
+                activated = (2 * count + 1) * value + SCRATCH_BYTES
+                multiplied = max(2 * count * value + of_gate, (count + 1) * value + of_down)
+                return count * summed + max(activated, multiplied)
+
+            return max(lanes(call.lanes), lanes(1) + observed)
+        if call.dropped & set(self.adaptable):
+            summed += 2 * tokens * gate.columns * MASK + inputs
+        held = sum(execution.tile_bytes(matrix, width * matrix.columns) for matrix in (gate, up))
+        held += max(3 * value + of_down, 5 * value + SCRATCH_BYTES)
+        sums = kinds * inputs if call.wanted else 0  # in place of the result, until they are joined
+        in_place = inputs if call.wanted and tokens == call.tokens else 0
+        return summed + max(held + sums - in_place, sums)
+
+    def multiply_adds(self, call: Call, execution: Execution) -> int:
+        """The values of its matrices; a backward repeats the products with gate and up."""
+        linears = (self.into,) if call.backward else (self.into, self.down)
+        names = [name for linear in linears for name in linear.matrices(call.tensor)]
+        return sum(
+            execution.tables.matrices[name].rows * execution.tables.matrices[name].columns
+            for name in names
+        )
+
+    def width(self, tensor: Callable[[str], str], execution: Execution) -> int:
+        """How many columns of its width it takes at once."""
+        (name,) = self.down.matrices(tensor)
+        return execution.tile_columns[name]
+
+
+def _tile(matrix: Matrix, values: int, execution: Execution) -> int:
+    """The most bytes of so many values of a matrix while they are dequantized, or multiplied."""
+    return max(execution.dequantizing_bytes(matrix, values), execution.tile_bytes(matrix, values))
+
+
+def token_parts(tokens: int) -> list[slice]:
+    """The parts of so many tokens that are taken at once, of about one size."""
+    step = tokens_at_once(tokens)
+    return [slice(start, min(tokens, start + step)) for start in range(0, tokens, step)]
+
+
+def tokens_at_once(tokens: int) -> int:
+    """How many of so many tokens an MLP takes at once."""
+    return math.ceil(tokens / math.ceil(tokens / MOST_TOKENS))
