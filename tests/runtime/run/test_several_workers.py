@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -106,16 +107,28 @@ def check_same(run: Path, alone: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "grid",
-    ["perturb=2", "data=2", pytest.param("data=2,perturb=2", marks=pytest.mark.slow)],
+    ("grid", "rows"),
+    [
+        ("perturb=2", 2),
+        ("data=2", 2),
+        pytest.param("perturb=4", 2, marks=pytest.mark.slow),
+        pytest.param("data=2,perturb=2", 2, marks=pytest.mark.slow),
+        pytest.param("data=4", 4, marks=pytest.mark.slow),
+    ],
 )
-def test_workers_make_the_run_of_one(bundle: Path, alone: Path, tmp_path: Path, grid: str) -> None:
+def test_workers_make_the_run_of_one(
+    bundle: Path, alone: Path, tmp_path: Path, grid: str, rows: int
+) -> None:
     """Begun by several, evaluated by them, and resumed by one."""
-    run, count = tmp_path / "run", 4 if "," in grid else 2
-    done = workers(count, *training(bundle, run, 3, parallel=grid))
+    run, count = tmp_path / "run", math.prod(map(int, re.findall("=(.)", grid)))
+    if rows > 2:
+        alone = tmp_path / "alone"
+        succeeds(*training(bundle, alone, batch_size=rows))
+    done = workers(count, *training(bundle, run, 3, parallel=grid, batch_size=rows))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the run and its adapter") == done.stderr.count("fits the budget") == 1
     assert "parallel" not in (run / "config.toml").read_text()
+    print(f"MeZO, {grid}: {[step['sent_bytes'] for step in metrics_of(run)]} bytes in the steps")
     succeeds("train", "--resume", run, "--steps", STEPS)
     check_same(run, alone)
 
