@@ -71,8 +71,7 @@ def mpirun(*commands: Sequence[object]) -> subprocess.CompletedProcess[str]:
         word for words in commands for word in (":", "-n", "1", sys.executable, *map(str, words))
     ]
     with tempfile.TemporaryDirectory() as folder:
-        in_time = ["--mca", "odls_base_sigkill_timeout", "20"]  # for saving on a busy machine
-        options = ["-q", *as_root, *in_time, "--oversubscribe", "--output-filename", folder]
+        options = ["-q", *as_root, "--oversubscribe", "--output-filename", folder]
         ended = subprocess.run(
             ["mpirun", *options, *ranks[1:]], cwd=ROOT, capture_output=True, text=True, timeout=300
         )
