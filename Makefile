@@ -1,7 +1,7 @@
 # make demo and make test set up everything from nothing, in a virtual environment of their own.
 # make test is the gate; make test-all adds the tests that only repeat its tests at more length;
 # make test-night runs what draws with SEEDS fresh seeds each; make test-darwin runs what DARWIN_TESTS
-# names as on macOS.
+# names as on macOS, the gate those for which the system matters most.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -23,6 +23,12 @@ UNCHECKED := arg-type assignment call-arg call-overload comparison-overlap dict-
 ON_DARWIN := --platform darwin --cache-dir .mypy_cache/darwin --explicit-package-bases \
   --implicit-reexport --no-warn-unused-ignores \
   $(patsubst %,--disable-error-code=%,$(UNCHECKED))
+
+# Tests of files, signals, limits, processes and memory
+OF_THE_SYSTEM := $(addprefix tests/, harness/doctor runtime/core runtime/data/test_limits.py \
+  runtime/machine runtime/parallel/test_exchange.py runtime/parallel/test_meeting.py \
+  runtime/run/test_folder.py runtime/run/test_memory_limit.py runtime/run/test_moved_runs.py \
+  runtime/storage)
 
 .PHONY: setup blas tokenizers demo test test-all test-night test-darwin check clean
 
@@ -66,6 +72,7 @@ demo: setup
 
 test: setup check
 	$(PYTEST)
+	$(MAKE) test-darwin DARWIN_TESTS='$(OF_THE_SYSTEM)'
 
 test-all: setup check
 	$(PYTEST) -m 'slow or not slow'
@@ -77,7 +84,9 @@ test-night: setup
 # The tests on Linux that looks like macOS. Memory and forks remain those of Linux.
 DARWIN_TESTS ?= tests
 test-darwin: setup
-	ONDEVICE_TEST_DARWIN=1 $(PYTEST) $(DARWIN_TESTS)
+	@if [ "$$(uname -s)" != Linux ]; then echo 'no Linux: macOS is not imitated'; \
+	elif ! command -v cc >/dev/null; then echo 'no C compiler: macOS is not imitated'; \
+	else set -x; ONDEVICE_TEST_DARWIN=1 $(PYTEST) $(DARWIN_TESTS); fi
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -50,7 +50,7 @@ def ondevice(*arguments: str, module: str = "ondevice", launcher: Sequence[str] 
 def mpirun(count: int) -> list[str]:
     """The words that start so many processes of a command, here or on the hosts of Open MPI's file.
 
-    They have a minute to save when a signal comes.
+    They have 20 s to save when a signal comes or one is lost; `mpirun` always waits so long then.
 
     Raises:
         UsageError: it is not installed.
@@ -61,7 +61,7 @@ def mpirun(count: int) -> list[str]:
             "openmpi-bin, brew install open-mpi)"
         )
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    free = ["--oversubscribe", "--bind-to", "none", "--mca", "odls_base_sigkill_timeout", "60"]
+    free = ["--oversubscribe", "--bind-to", "none", "--mca", "odls_base_sigkill_timeout", "10"]
     return ["mpirun", "-q", *as_root, *free, "-n", str(count)]
 
 

@@ -127,7 +127,7 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
             except ValueError as problem:
                 raise BundleError(f"step {update.step} of the trajectory: {problem}") from None
             for name in trained:
-                tensors[name] = descent.apply(noise, name, tensors[name])
+                tensors |= descent.apply(noise, {name: tensors[name]})
     return Adapters(manifest, tensors)
 
 

@@ -5,7 +5,8 @@ MPI's calls wait without an end for a worker that is gone. So each worker is als
 SILENT_BEATS, is lost; one that fails says why. Rank 0 tells all others of either.
 
 After that every process ends: rank 0 first, once it has saved what it can and shown the message,
-since `mpirun` kills all others when a process ends with an error.
+since `mpirun` kills all others when a process ends with an error. Rank 0 also shows at once that a
+process is gone: `mpirun` kills it, too, 2 s later, and on a busy machine it has saved nothing then.
 """
 
 from __future__ import annotations
@@ -173,6 +174,8 @@ class Heartbeat:
         self._lose(Loss(peer, 1, why))
         if peer == 0:
             self._end(shown=untold)
+        elif untold and self._rank == 0:
+            self._say("this run ends")
 
     def _leaves(self, peer: int) -> None:
         self._left.add(peer)
@@ -201,11 +204,15 @@ class Heartbeat:
         assert self.loss is not None
         self.clear()
         if shown:
-            text = f"ondevice: {self._describe(self.loss)}; what was saved is whole"
-            print(text, file=sys.stderr, flush=True)
+            self._say("what was saved is whole")
         if self._rank == 0 and self.unreachable:
             leave_launcher()
         os._exit(self.loss.code)
+
+    def _say(self, more: str) -> None:
+        """Show the loss, at once where `mpirun` may kill this process before its work has ended."""
+        assert self.loss is not None
+        print(f"ondevice: {self._describe(self.loss)}; {more}", file=sys.stderr, flush=True)
 
     def _send(self, kind: bytes, loss: Loss | None = None) -> None:
         text = b"" if loss is None else loss.text.encode()

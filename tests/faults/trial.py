@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from support.forks import ROOT
+from support.models import relative
 from support.runs import adapter
 
 from faults.network import Network
@@ -28,9 +28,9 @@ from runtime.run.folder import RunFolder
 
 MACHINES, SAVED_EVERY = 3, 3
 LONGEST_END_S = 30.0  # from the event to the end of every process that was not stopped
-LONGEST_S = 180.0  # of what nothing disturbs
+LONGEST_S = 600.0  # of what nothing disturbs, on a busy machine
 PAUSE_S = 3.0  # of an event that passes
-SAME = 1e-5  # of the largest value of the adapters, where sums are rounded otherwise
+SAME = 1e-5  # of the adapters' norm, where sums are rounded otherwise
 MARK = "ONDEVICE_FAULTS"  # in the environment of every process of a case
 
 
@@ -282,10 +282,9 @@ def differences(case: Case, expected: Case) -> list[str]:
         logs = [(each.run / "trajectory.jsonl").read_bytes() for each in (case, expected)]
         same = adapter(case.run) == adapter(expected.run) and logs[0] == logs[1]
         return [] if same else ["another result"]
-    ours, theirs = (_tensors(each.run) for each in (case, expected))
-    largest = max(float(np.abs(tensor).max()) for tensor in theirs.values())
-    worst = max(float(np.abs(ours[name] - theirs[name]).max()) for name in theirs)
-    return [f"another result, by {worst / largest:.1e}"] if worst > SAME * largest else []
+    ours, theirs = (_values(each.run) for each in (case, expected))
+    far = relative(ours, theirs)
+    return [f"another result, by {far:.1e}"] if far > SAME else []
 
 
 def _waits(process: int) -> bool:
@@ -307,10 +306,10 @@ def kill_all(case: Case) -> None:
         _pause(0.05)
 
 
-def _tensors(run: Path) -> dict[str, Any]:
+def _values(run: Path) -> np.ndarray:
     loaded = mx.load(str(run / "adapters.safetensors"))
     assert isinstance(loaded, dict)
-    return {name: np.array(tensor.astype(mx.float32)) for name, tensor in loaded.items()}
+    return np.concatenate([np.array(loaded[name]).reshape(-1) for name in sorted(loaded)])
 
 
 def _environment(process: int) -> dict[str, str]:

@@ -84,10 +84,9 @@ def mpirun(*commands: Sequence[object]) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(ended.args, ended.returncode, printed("stdout"), errors)
 
 
-def two_processes(code: str, *arguments: object) -> list[str]:
-    """The lines that two processes of `python -c CODE ARGUMENTS` print, rank 0's first."""
-    words = ["-c", code, *arguments]
-    ended = mpirun(words, words)
+def processes(count: int, code: str, *arguments: object) -> list[str]:
+    """The lines that processes of `python -c CODE ARGUMENTS` print, rank 0's first."""
+    ended = mpirun(*[["-c", code, *arguments]] * count)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
 

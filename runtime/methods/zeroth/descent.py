@@ -35,6 +35,8 @@ from runtime.methods.zeroth.estimator import Losses
 
 BETA1, BETA2, ZETA = 0.9, 0.999, 1e-8
 
+Tensors = Mapping[str, mx.array]  # by full name
+
 
 @dataclass(frozen=True)
 class Update:
@@ -56,25 +58,50 @@ class Update:
         extras = [list(self.extras)] if self.extras else []
         return [self.rate, list(self.gradients), *extras]
 
-    def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
-        """The tensor after the update, evaluated."""
-        total = value * self.weight_decay
-        for query, gradient in enumerate(self.gradients):
-            z = noise.draw(self.step, query, tensor, value.shape)
-            total = total + z * (gradient / len(self.gradients))
-            mx.eval(total)  # so that no more than one direction is in memory
-        value = value - total * self.rate
-        mx.eval(value)
-        return value
+    def apply(
+        self, noise: Noise, tensors: Tensors, scales: Mapping[str, float] | None = None
+    ) -> dict[str, mx.array]:
+        """Tensors after the update, evaluated; `scales` multiply the z of each."""
+        totals = self._added(
+            noise, {name: value * self.weight_decay for name, value in tensors.items()}, scales
+        )
+        moved = {name: value - totals.pop(name) * self.rate for name, value in tensors.items()}
+        mx.eval(moved)
+        return moved
 
-    def estimate(self, noise: Noise, tensor: str, shape: tuple[int, ...]) -> mx.array:
-        """The estimate of the tensor's gradient: the mean over the queries of g z."""
-        total = mx.zeros(shape)
+    def estimates(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
+        """The estimates of the tensors' gradients: the means over the queries of g z."""
+        return self._added(noise, {name: mx.zeros(x.shape) for name, x in tensors.items()})
+
+    def moved(self, tensors: Tensors, steps: Tensors) -> dict[str, mx.array]:
+        """Tensors after steps that come from estimates, and their weight decay, evaluated."""
+        moved = {
+            name: value - (steps[name] + value * self.weight_decay) * self.rate
+            for name, value in tensors.items()
+        }
+        mx.eval(moved)
+        return moved
+
+    def _added(
+        self,
+        noise: Noise,
+        totals: dict[str, mx.array],
+        scales: Mapping[str, float] | None = None,
+    ) -> dict[str, mx.array]:
+        """The totals and the estimates; the last query is left to evaluate."""
+
+        def z(query: int, name: str, shape: tuple[int, ...]) -> mx.array:
+            drawn = noise.draw(self.step, query, name, shape)
+            return drawn if scales is None else drawn * scales[name]
+
         for query, gradient in enumerate(self.gradients):
-            z = noise.draw(self.step, query, tensor, shape)
-            total = total + z * (gradient / len(self.gradients))
-            mx.eval(total)
-        return total
+            if query:
+                mx.eval(totals)  # so that no more than one direction is in memory
+            totals = {
+                name: total + z(query, name, total.shape) * (gradient / len(self.gradients))
+                for name, total in totals.items()
+            }
+        return totals
 
 
 class Seen(NamedTuple):
@@ -109,9 +136,12 @@ class Probe:
 
 
 class Descent(ABC):
-    """Applies updates in the order in which they are remembered, each to every tensor."""
+    """Applies updates in the order in which they are remembered, each to every tensor.
 
-    scratch_copies: ClassVar[int]  # memory of an update, in multiples of the updated tensor
+    Tensors are updated together in one evaluation for each direction, since a GPU waits for each.
+    """
+
+    scratch_copies: ClassVar[int]  # memory of an update, in multiples of the updated tensors
     log_fields: ClassVar[tuple[str, ...]] = ()  # of a log's header that only it writes
 
     @classmethod
@@ -155,8 +185,8 @@ class Descent(ABC):
         """Make this the update that `apply` applies."""
 
     @abstractmethod
-    def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
-        """A tensor after the latest update, evaluated."""
+    def apply(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
+        """Tensors after the latest update, evaluated."""
 
     def state(self) -> dict[str, Any]:
         """The state that the next step needs, for a save, as JSON."""
@@ -194,8 +224,8 @@ class Sgd(Descent):
     def remember(self, update: Update) -> None:
         self._latest = update
 
-    def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
-        return self._latest.apply(noise, tensor, value)
+    def apply(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
+        return self._latest.apply(noise, tensors)
 
 
 @dataclass
@@ -253,15 +283,13 @@ class Momentum(Averages):
 
     optimizer, scratch_copies = "momentum", 4  # theta, the average, an estimate, z
 
-    def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
-        latest = self._recent[-1]
-        m = mx.zeros_like(value)
+    def apply(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
+        ms = {name: mx.zeros_like(value) for name, value in tensors.items()}
         for weight, update in zip(self.weights(BETA1), self._recent, strict=True):
-            m = m + update.estimate(noise, tensor, value.shape) * weight
-            mx.eval(m)  # so that no more than one estimate is in memory
-        value = value - (m + value * latest.weight_decay) * latest.rate
-        mx.eval(value)
-        return value
+            estimates = update.estimates(noise, tensors)
+            ms = {name: m + estimates.pop(name) * weight for name, m in ms.items()}
+            mx.eval(ms)  # so that no more than one estimate is in memory
+        return self._recent[-1].moved(tensors, ms)
 
 
 class Adam(Averages):
@@ -269,18 +297,17 @@ class Adam(Averages):
 
     optimizer, scratch_copies = "adam", 6  # theta, both averages, an estimate, its square, z
 
-    def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
-        latest = self._recent[-1]
-        m = v = mx.zeros_like(value)
+    def apply(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
+        ms = {name: mx.zeros_like(value) for name, value in tensors.items()}
+        vs = dict(ms)
         weights = zip(self.weights(BETA1), self.weights(BETA2), self._recent, strict=True)
         for first, second, update in weights:
-            estimate = update.estimate(noise, tensor, value.shape)
-            m, v = m + estimate * first, v + mx.square(estimate) * second
-            mx.eval(m, v)  # so that no more than one estimate is in memory
-        step = m / (mx.sqrt(v) + ZETA) + value * latest.weight_decay
-        value = value - step * latest.rate
-        mx.eval(value)
-        return value
+            estimates = update.estimates(noise, tensors)
+            ms = {name: m + estimates[name] * first for name, m in ms.items()}
+            vs = {name: v + mx.square(estimates.pop(name)) * second for name, v in vs.items()}
+            mx.eval(ms, vs)  # so that no more than one estimate is in memory
+        steps = {name: m / (mx.sqrt(vs[name]) + ZETA) for name, m in ms.items()}
+        return self._recent[-1].moved(tensors, steps)
 
 
 AVERAGING: dict[str, type[Averages]] = {descent.optimizer: descent for descent in (Momentum, Adam)}

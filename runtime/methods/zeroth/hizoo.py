@@ -33,7 +33,7 @@ from runtime.core.errors import DivergedError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Start
-from runtime.methods.zeroth.descent import Descent, Update
+from runtime.methods.zeroth.descent import Descent, Tensors, Update
 from runtime.methods.zeroth.estimator import THETA, Losses, Point
 from runtime.methods.zeroth.forward_only import demand_of, start_with
 from runtime.methods.zeroth.mezo import TwoPoint
@@ -52,7 +52,7 @@ class HessianDescent(Descent):
         theta <- theta - rate ((1/n) sum_i g_i z_i / sqrt(S) + w theta)
     """
 
-    scratch_copies = 4  # theta, S, z and their products, tensor by tensor
+    scratch_copies = 5  # theta, S, z, their product, and the sum of products
     log_fields = ("hessian_smoothing",)
 
     def __init__(
@@ -92,30 +92,43 @@ class HessianDescent(Descent):
         """z / sqrt(S), with the S of the latest update that was applied to the tensor."""
         return z / mx.sqrt(self._estimate[tensor])
 
-    def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
-        """See `Descent.apply`; the tensor's S changes with it.
+    def apply(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
+        """See `Descent.apply`; the tensors' S changes with them.
 
         Raises:
             DivergedError: a value of S has become 0 or infinite.
         """
-        latest, s = self._latest, self._estimate[tensor]
-        seen = mx.zeros(value.shape)
+        latest, estimate = self._latest, self._next_estimate(noise, tensors)
+        self._estimate.update(estimate)
+        steps = latest.estimates(noise, tensors)
+        mx.eval(steps)  # before the roots are there
+        steps = {name: step / mx.sqrt(estimate[name]) for name, step in steps.items()}
+        return latest.moved(tensors, steps)
+
+    def _next_estimate(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
+        """S of some tensors after the latest update, evaluated and checked."""
+        latest, a = self._latest, self._smoothing
+        old = {name: self._estimate[name] for name in tensors}
+        seen = {name: mx.zeros(value.shape) for name, value in tensors.items()}
         for query, h in enumerate(latest.extras):
-            z = noise.draw(latest.step, query, tensor, value.shape)
-            seen = seen + s * mx.square(z) * (abs(h) / len(latest.extras))
+            seen = {
+                name: seen[name]
+                + s
+                * mx.square(noise.draw(latest.step, query, name, s.shape))
+                * (abs(h) / len(latest.extras))
+                for name, s in old.items()
+            }
             mx.eval(seen)  # so that no more than one direction is in memory
-        s = s * (1 - self._smoothing) + seen * self._smoothing
-        if not _is_scale(s):
-            raise DivergedError(
-                f"in step {latest.step} the estimate of the curvature for {tensor} has left the "
-                f"range of float32; lower --hessian-smoothing (now {self._smoothing:g}) or "
-                "--learning-rate"
-            )
-        self._estimate[tensor] = s
-        step = latest.estimate(noise, tensor, value.shape) / mx.sqrt(s)
-        value = value - (step + value * latest.weight_decay) * latest.rate
-        mx.eval(value)
-        return value
+        new = {name: old.pop(name) * (1 - a) + seen.pop(name) * a for name in tensors}
+        right = {name: _are_scales(s) for name, s in new.items()}
+        mx.eval(new, right)
+        for name in tensors:
+            if not right[name].item():
+                raise DivergedError(
+                    f"in step {latest.step} the estimate of the curvature for {name} has left the "
+                    f"range of float32; lower --hessian-smoothing (now {a:g}) or --learning-rate"
+                )
+        return new
 
     def write(self, file: IO[bytes]) -> None:
         """Append S after a line feed: float32 values, tensor after tensor."""
@@ -127,15 +140,15 @@ class HessianDescent(Descent):
         for tensor, shape in self._shapes.items():
             values = np.frombuffer(file.read(math.prod(shape) * 4), np.float32)
             s = mx.array(values).reshape(shape)  # ValueError if there is less
-            if not _is_scale(s):
+            if not _are_scales(s).item():
                 raise ValueError(f"its curvature for {tensor} holds a value that is none")
             self._estimate[tensor] = s
         super().read(file)
 
 
-def _is_scale(s: mx.array) -> bool:
+def _are_scales(s: mx.array) -> mx.array:
     """Whether all values are finite and above 0, so that directions can be divided by the root."""
-    return bool(mx.logical_and(s > 0, mx.isfinite(s)).all().item())
+    return mx.logical_and(s > 0, mx.isfinite(s)).all()
 
 
 @dataclass

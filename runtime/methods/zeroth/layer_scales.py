@@ -31,7 +31,7 @@ from runtime.arrays.stored import Block
 from runtime.bundle.manifest import Manifest
 from runtime.config.zeroth_order import SCALED, SCALINGS
 from runtime.methods.noise import Noise
-from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen, Update
+from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen, Tensors, Update
 from runtime.methods.zeroth.estimator import MINUS, PLUS, Point, projected_gradient
 
 
@@ -102,17 +102,11 @@ class ScaledDescent(Descent):
         elif not self._latest_scales:
             raise ValueError("it comes before any scales of the layers")
 
-    def apply(self, noise: Noise, tensor: str, value: mx.array) -> mx.array:
-        latest = self._latest
-        by = self._latest_scales[self._index[tensor]] if self._scaled == SCALED[0] else 1.0
-        total = value * latest.weight_decay
-        for query, gradient in enumerate(latest.gradients):
-            z = noise.draw(latest.step, query, tensor, value.shape) * by
-            total = total + z * (gradient / len(latest.gradients))
-            mx.eval(total)  # so that no more than one direction is in memory
-        value = value - total * latest.rate
-        mx.eval(value)
-        return value
+    def apply(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
+        if self._scaled != SCALED[0]:
+            return self._latest.apply(noise, tensors)
+        scales = {name: self._latest_scales[self._index[name]] for name in tensors}
+        return self._latest.apply(noise, tensors, scales)
 
     def state(self) -> dict[str, Any]:
         return {"scales": list(self._latest_scales), "measured": self._measured}

@@ -424,15 +424,17 @@ class ZerothOrder:
         return [name for name in names if self.estimator.trains(name)]
 
     def _apply(self, names: Iterable[str]) -> None:
+        """Apply the pending update to tensors of one block, together."""
         tensors = self.adapters.tensors
-        with mx.stream(mx.cpu):  # where the noise is drawn; a GPU would be waited for each time
-            for name in self._trained(names):
-                tensors[name] = self.descent.apply(self.noise, name, tensors[name])
+        with mx.stream(mx.cpu):  # where the noise is drawn
+            if own := {name: tensors[name] for name in self._trained(names)}:
+                tensors.update(self.descent.apply(self.noise, own))
 
     def settle(self) -> None:
         """Apply the pending update at once to all blocks that a pass has not come to."""
         if self._pending:
-            self._apply([name for name in self.adapters.tensors if name not in self._caught_up])
+            for block in self.adapters.manifest.layers:
+                self._apply([name for name in self._names(block) if name not in self._caught_up])
             self._pending = False
             self._caught_up.clear()
 

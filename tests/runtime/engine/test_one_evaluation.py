@@ -209,6 +209,9 @@ def test_mezo_steps_are_the_cpus(
         )
         losses.append(results[0].loss.loss_sum)
         assert evaluations.most <= most
+        before = evaluations.count
+        method.settle()
+        assert evaluations.count - before == len(plain.manifest.layers)
         assert most > MOST or peak <= planned
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

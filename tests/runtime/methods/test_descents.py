@@ -16,7 +16,7 @@ from support.plans import LINUX, demand_of
 from runtime.core.errors import BundleError, DivergedError
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
-from runtime.methods.zeroth.descent import Update, descent_of
+from runtime.methods.zeroth.descent import Descent, Update, descent_of
 from runtime.methods.zeroth.hizoo import HessianDescent
 from runtime.methods.zeroth.layer_scales import ScaledDescent
 from runtime.plan.plan import Planner, Request
@@ -36,7 +36,7 @@ def test_a_window_of_all_estimates_is_the_optimizer(rng: Rng, seed: int, optimiz
         done += 1
         numbers, rate = tuple(map(float, rng.standard_normal(2))), float(rng.uniform(0.01, 0.1))
         descent.remember(Update(step, rate, numbers, 0.1))
-        value = descent.apply(noise, "a", value)
+        value = descent.apply(noise, {"a": value})["a"]
         z = [np.array(noise.draw(step, query, "a", shape), np.float64) for query in range(2)]
         g = (numbers[0] * z[0] + numbers[1] * z[1]) / 2
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
@@ -45,6 +45,55 @@ def test_a_window_of_all_estimates_is_the_optimizer(rng: Rng, seed: int, optimiz
         theta = theta - rate * (direction + 0.1 * theta)
     assert np.array(value) == pytest.approx(theta, rel=1e-4, abs=1e-5)
     assert not np.allclose(theta, np.array(start), atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "scaled", "hizoo"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_tensors_are_updated_together_to_the_bits_of_each_alone(
+    tiny: Tiny, rng: Rng, seed: int, monkeypatch: pytest.MonkeyPatch, name: str, queries: int
+) -> None:
+    """In one evaluation for each direction of SGD, and within the memory that is planned."""
+    manifest, noise = tiny("qwen2").manifest, Noise(seed)
+    block = manifest.layers[0]
+    shapes = dict.fromkeys(manifest.adapter_shapes(block), (1024, 8))
+    start = {
+        full: mx.array(rng.standard_normal(shape, np.float32)) for full, shape in shapes.items()
+    }
+    mx.eval(start)
+    numbers = tuple(map(float, rng.standard_normal(queries)))
+    extras = {"scaled": (0.5,) * len(manifest.layers), "hizoo": numbers}.get(name, ())
+
+    def descent() -> Descent:
+        if name == "hizoo":
+            return HessianDescent(0.1, shapes, {})
+        if name == "scaled":
+            return ScaledDescent("parameter-norm", "variance", 0, manifest)
+        return descent_of(name, 2)
+
+    together, alone = descent(), descent()
+    values, evaluations, evaluate = dict(start), 0, mx.eval
+
+    def counted(*arrays: object) -> None:
+        nonlocal evaluations
+        evaluations += 1
+        evaluate(*arrays)
+
+    for step in range(2):
+        update = Update(step, 0.1, numbers, 0.1, extras)
+        together.remember(update)
+        alone.remember(update)
+        expected = {full: alone.apply(noise, {full: value})[full] for full, value in values.items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(mx, "eval", counted)
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            values = together.apply(noise, values)
+            peak = mx.get_peak_memory() - before
+        for full, value in values.items():
+            assert bytes(value) == bytes(expected[full])
+    block_bytes = sum(value.nbytes for value in values.values())
+    assert peak <= together.scratch_copies * block_bytes
+    assert evaluations <= 2 * queries or name not in ("sgd", "scaled")
 
 
 def test_averages_keep_nothing_but_the_windows_numbers(seed: int) -> None:
@@ -105,4 +154,4 @@ def test_a_hessian_beyond_float32_ends_a_run(seed: int, h: float) -> None:
     with pytest.raises(DivergedError, match="lower --hessian-smoothing"):
         for step in range(99):
             descent.remember(Update(step, 0.1, (1.0,), 0.0, (h,)))
-            descent.apply(Noise(seed), "a", mx.zeros((3, 4)))
+            descent.apply(Noise(seed), {"a": mx.zeros((3, 4))})

@@ -23,7 +23,7 @@ import pytest
 from support import full_weights as whole
 from support.bundles import Rng, Tiny
 from support.estimators import OPTIONS, config_of, rows_of, started
-from support.exchange import NEEDS_MPI, in_turn, two_processes
+from support.exchange import NEEDS_MPI, in_turn, processes
 from support.lengths import at_length
 from support.models import Kept, adapters_of, agree, model_of, relative, row_of
 from support.pair_loss import PairLoss
@@ -309,8 +309,11 @@ def test_the_plan_counts_gradients_that_are_being_summed(tiny: Tiny) -> None:
         assert several.gradient_bytes - one.gradient_bytes == more
 
 
+LONG = (5, 9, 27, 14)  # rows of which two workers have no bucket in common
+
+
 def trained_on(
-    workers: Workers, bundle: Bundle, seed: int, folder: Path, steps: int
+    workers: Workers, bundle: Bundle, seed: int, folder: Path, steps: int, rows: int
 ) -> tuple[list[float], np.ndarray]:  # type: ignore[type-arg]
     """The losses of MeBP's steps, and all values of the adapters after them."""
     rng = np.random.default_rng(seed)
@@ -321,34 +324,50 @@ def trained_on(
     method = MeBP(
         lambda length: short if length <= 16 else long,
         adapters,
-        Activations(own, len(long.blocks), 3, (1, 32, bundle.manifest.hidden_size)),
+        Activations(own, len(long.blocks), rows, (1, 32, bundle.manifest.hidden_size)),
         Optimizer(adapters, "adamw", 0.01, own),
         clipping=Clipping(adapters, 1.0, own),
         workers=workers,
     )
     losses = []
     for step in range(steps):
-        rows = [row_of(bundle, rng, length) for length in (5, 9, 27)]  # no worker has both buckets
-        result = method.step(step, 1e-3, [rows])
+        part = [row_of(bundle, rng, length) for length in LONG[:rows]]
+        result = method.step(step, 1e-3, [part])
         losses.append(result.loss.loss_sum)
     return losses, np.concatenate([np.array(v).reshape(-1) for v in adapters.tensors.values()])
 
 
 def compared(exchange: Exchange, bundle: Bundle, seed: int, folder: Path, steps: int) -> list[Any]:
-    """What MeBP's steps among workers come to: a digest, and how far it is from a single worker's.
+    """What MeBP's steps among workers come to: a digest, bytes sent a step, and distances.
 
-    The distances are relative: of the losses, and of the adapters.
+    The distances from a single worker's are relative: of a step's gradients, of the losses, and of
+    the adapters.
     """
-    losses, adapters = trained_on(
-        Workers(exchange, data=exchange.size), bundle, seed, folder, steps
+    several, rows = Workers(exchange, data=exchange.size), max(3, exchange.size)
+    before = exchange.sent_bytes
+    losses, adapters = trained_on(several, bundle, seed, folder, steps, rows)
+    sent = (exchange.sent_bytes - before) // steps
+    of_one, expected = trained_on(Workers(), bundle, seed, folder / "alone", steps, rows)
+    first, first_of_one = (
+        backpropagated(of, bundle, seed, folder, rows=[rows], data=exchange.size)[0]
+        for of in (exchange, Alone())
     )
-    of_one, expected = trained_on(Workers(), bundle, seed, folder / "alone", steps)
-    far = [abs(a - b) / b for a, b in zip(losses, of_one, strict=True)]
-    return [sha256(adapters.tobytes()).hexdigest(), max(far), relative(adapters, expected)]
+    distances = [
+        max(relative(np.array(first[name]), np.array(first_of_one[name])) for name in first),
+        max(abs(a - b) / b for a, b in zip(losses, of_one, strict=True)),
+        relative(adapters, expected),
+    ]
+    return [sha256(adapters.tobytes()).hexdigest(), sent, *distances]
 
 
 @NEEDS_MPI
-def test_processes_over_mpi_make_the_steps_of_one(tiny: Tiny, seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "steps"),
+    [(2, 2), *(pytest.param(size, 50, marks=pytest.mark.slow) for size in (2, 4))],
+)
+def test_processes_over_mpi_make_the_steps_of_one(
+    tiny: Tiny, seed: int, tmp_path: Path, size: int, steps: int
+) -> None:
     """Each process also makes them alone: BLAS may not round as in the process of the tests."""
     code = (
         "import json, sys; sys.path[:0] = ['tests', '.']\n"
@@ -357,17 +376,21 @@ def test_processes_over_mpi_make_the_steps_of_one(tiny: Tiny, seed: int, tmp_pat
         "from runtime.parallel.mpi import MpiExchange\n"
         "from runtime.parallel.workers import Workers\n"
         "from tests.runtime.methods.test_workers import compared, run_on\n"
-        "bundle, seed, exchange = runnable(Path(sys.argv[1])), int(sys.argv[2]), MpiExchange()\n"
-        "folder = Path(sys.argv[3]) / f'rank-{exchange.rank}'\n"
+        "bundle, exchange = runnable(Path(sys.argv[1])), MpiExchange()\n"
+        "seed, steps = map(int, sys.argv[2:4])\n"
+        "folder = Path(sys.argv[4]) / f'rank-{exchange.rank}'\n"
         "alone = run_on(Workers(), bundle, 'mezo', seed, folder)\n"
-        "shared = run_on(Workers(exchange, data=2), bundle, 'mezo', seed, folder)\n"
-        "mebp = compared(exchange, bundle, seed, folder, 2)\n"
+        "grid = {'data': 2, 'perturb': exchange.size // 2}\n"
+        "shared = run_on(Workers(exchange, **grid), bundle, 'mezo', seed, folder)\n"
+        "mebp = compared(exchange, bundle, seed, folder, steps)\n"
         "print(json.dumps([exchange.size, alone, shared, mebp]) + '\\n', end='', flush=True)\n"
     )
-    printed = two_processes(code, tiny("qwen3").path, seed, tmp_path)
-    first, second = map(json.loads, printed)
-    size, alone, together, (_, *distances) = first
-    assert size == 2 and alone == together and first == second
+    printed = processes(size, code, tiny("qwen3").path, seed, steps, tmp_path)
+    first, *others = map(json.loads, printed)
+    counted, alone, together, (_, sent, *distances) = first
+    print(f"{size} processes, MeBP, {steps} steps: {sent} bytes a step; gradients, losses and "
+          f"adapters are {distances} from those of one")  # fmt: skip
+    assert counted == size and alone == together and others == [first] * (size - 1)
     assert max(distances) <= 1e-6
 
 

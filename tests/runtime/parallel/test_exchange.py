@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.exchange import NEEDS_MPI, in_turn, mpirun, on_workers, two_processes
+from support.exchange import NEEDS_MPI, in_turn, mpirun, on_workers, processes
 
 from runtime.core.errors import UsageError
 from runtime.parallel.exchange import Alone, Exchange
@@ -81,7 +81,7 @@ def test_processes_exchange_every_bit_over_mpi() -> None:
         "assert summed(exchange) == sums_of(2)\n"
         "print(f'{exchange.rank} of {exchange.size}: {exchanged(exchange)}', flush=True)\n"
     )
-    assert [line[: len(f"0 of 2: {expected(2)}")] for line in two_processes(code)] == [
+    assert [line[: len(f"0 of 2: {expected(2)}")] for line in processes(2, code)] == [
         f"{rank} of 2: {expected(2)}" for rank in (0, 1)
     ]
 

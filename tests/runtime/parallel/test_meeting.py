@@ -39,18 +39,27 @@ def test_a_worker_without_the_token_is_refused() -> None:
 
 
 def test_rank_0_hears_of_a_failure_and_of_a_lost_connection() -> None:
+    """Of the second it also tells at once."""
+    said: SimpleQueue[str] = SimpleQueue()
+
+    def describe(loss: Loss) -> str:
+        said.put(loss.text)
+        return loss.text
+
     for fails in (True, False):
         ours, theirs = socket.socketpair()
         heard: SimpleQueue[Loss] = SimpleQueue()
-        first = Heartbeat(0, {1: ours}, heard.put, str)
+        first = Heartbeat(0, {1: ours}, heard.put, describe)
         if fails:
             text = b"the disk is full"
             theirs.sendall(HEAD.pack(FAILED, 5, 1, len(text)) + text + HEAD.pack(LEFT, 0, 0, 0))
             assert heard.get() == Loss(1, 5, "the disk is full")
+            assert said.empty()
         else:
             theirs.close()
             loss = heard.get()
             assert (loss.rank, loss.code) == (1, 1) and "its process has ended" in loss.text
+            assert said.get() == loss.text
         first.fail(1, "what is known is not said again")
         assert first.loss is not None and first.loss.rank == 1
 

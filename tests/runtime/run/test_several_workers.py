@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -106,16 +107,28 @@ def check_same(run: Path, alone: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "grid",
-    ["perturb=2", "data=2", pytest.param("data=2,perturb=2", marks=pytest.mark.slow)],
+    ("grid", "rows"),
+    [
+        ("perturb=2", 2),
+        ("data=2", 2),
+        pytest.param("perturb=4", 2, marks=pytest.mark.slow),
+        pytest.param("data=2,perturb=2", 2, marks=pytest.mark.slow),
+        pytest.param("data=4", 4, marks=pytest.mark.slow),
+    ],
 )
-def test_workers_make_the_run_of_one(bundle: Path, alone: Path, tmp_path: Path, grid: str) -> None:
+def test_workers_make_the_run_of_one(
+    bundle: Path, alone: Path, tmp_path: Path, grid: str, rows: int
+) -> None:
     """Begun by several, evaluated by them, and resumed by one."""
-    run, count = tmp_path / "run", 4 if "," in grid else 2
-    done = workers(count, *training(bundle, run, 3, parallel=grid))
+    run, count = tmp_path / "run", math.prod(map(int, re.findall("=(.)", grid)))
+    if rows > 2:
+        alone = tmp_path / "alone"
+        succeeds(*training(bundle, alone, batch_size=rows))
+    done = workers(count, *training(bundle, run, 3, parallel=grid, batch_size=rows))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the run and its adapter") == done.stderr.count("fits the budget") == 1
     assert "parallel" not in (run / "config.toml").read_text()
+    print(f"MeZO, {grid}: {[step['sent_bytes'] for step in metrics_of(run)]} bytes in the steps")
     succeeds("train", "--resume", run, "--steps", STEPS)
     check_same(run, alone)
 
@@ -130,15 +143,28 @@ def test_several_resume_the_run_of_one(bundle: Path, alone: Path, tmp_path: Path
     check_same(run, alone)
 
 
+def check_lost(done: subprocess.CompletedProcess[str], run: Path) -> None:
+    """Rank 1 is named, and step 3 saved, unless `mpirun` has killed rank 0 2 s later.
+
+    On a busy machine that is before rank 0 could save.
+    """
+    assert "rank 1 on " in done.stderr and "Traceback" not in done.stderr, done.stderr
+    in_time = "its state after step 3 is saved" in done.stderr
+    assert in_time or done.returncode == 128 + signal.SIGKILL, done.stderr
+    save = RunFolder(run).saves.latest()
+    assert save is not None and save.name in (
+        {"step-00000003"} if in_time else {"step-00000002", "step-00000003"}
+    )
+
+
 def test_a_killed_worker_ends_all_and_what_is_done_is_saved(
     bundle: Path, alone: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     done = happens(signal.SIGKILL, 1, *training(bundle, run, parallel="perturb=2"))
     assert done.returncode == 128 + signal.SIGKILL, done.stderr
-    assert "rank 1 on " in done.stderr and "its process has ended" in done.stderr
-    assert "its state after step 3 is saved" in done.stderr and "Traceback" not in done.stderr
-    assert [place.name for place in RunFolder(run).saves.all()] == ["step-00000003"]
+    assert "its process has ended" in done.stderr
+    check_lost(done, run)
     succeeds("train", "--resume", run)
     check_same(run, alone)
 
@@ -213,8 +239,7 @@ def test_a_lost_holder_of_a_slice_ends_all(
     words = [training(each.path, run, parallel="perturb=2") for each in slices]
     done = mpirun(*[["-c", HAPPENS, what, 1, 3, *each] for each in words])
     assert done.returncode == (128 + what if what == signal.SIGKILL else 1), done.stderr
-    assert "rank 1 on " in done.stderr and "its state after step 3 is saved" in done.stderr
-    assert "Traceback" not in done.stderr
+    check_lost(done, run)
     succeeds("train", bundle, "--resume", run)
     check_same(run, alone)
 
