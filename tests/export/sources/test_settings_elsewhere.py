@@ -286,7 +286,7 @@ def anything(rng: Rng, family: str) -> Settings:
     }
     chosen = some(rng, **usual) | {k: v for k, v in odd.items() if rng.random() < 0.03}
     chosen = {key: value for key, value in chosen.items() if value is not None}
-    return chosen | positions(rng, family, int(chosen.get("head_dim", 32)))
+    return chosen | positions(rng, family, dims_of(PRESETS[f"tiny-{family}"] | chosen))
 
 
 def positions(rng: Rng, family: str, dims: int) -> Settings:
@@ -314,10 +314,11 @@ def positions(rng: Rng, family: str, dims: int) -> Settings:
 
 
 def names_in(value: Any) -> set[str]:
-    """The keys of settings, at any depth."""
+    """The keys of settings, at any depth, and the type of positions."""
     if not isinstance(value, dict):
         return set()
-    return {*value}.union(*map(names_in, value.values()))
+    kind = {str(value["rope_type"])} if "rope_type" in value else set()
+    return ({*value} | kind - {"default"}).union(*map(names_in, value.values())) - {"factor"}
 
 
 def configured(preset: Settings, changes: Settings) -> Settings:
