@@ -19,7 +19,7 @@ from support.checkpoints import weights_of, write_folder
 from support.gguf_files import write_with
 from support.logits import apart, engine_logits, exact_factor
 from support.models import each_family, model_of
-from support.peers import LLAMA, run_script
+from support.peers import ANY_LLAMA, run_script
 from support.rotary import Rng, settings_of, some
 
 from export.bundle import export_bundle
@@ -29,6 +29,7 @@ from export.sources.families import (
     expected_shapes,
     normalise_config,
 )
+from export.sources.gguf_config import llama3_factors
 from export.sources.random import PRESETS
 from export.sources.settings import unknown_settings
 from runtime.core.errors import BundleError, UsageError
@@ -504,15 +505,18 @@ def differences(
         if (problem := folder / name / "refused.txt").exists():
             yield name, problem.read_text()
             continue
-        logits, theirs = (np.load(folder / name / f"{part}.npy") for part in ("logits", "loss"))
-        apart_by, of_loss = apart(found, logits), abs(loss / float(theirs) - 1)
-        print(f"{family} | {name} | {apart_by:.1e} | {float(theirs):.6f} | {of_loss:.1e}")
+        logits, tokens = (np.load(folder / name / f"{part}.npy") for part in ("logits", "tokens"))
+        own = folder / name / "loss.npy"
+        theirs = float(np.load(own)) if own.exists() else mean_loss(logits, tokens)
+        apart_by, of_loss = apart(found, logits), abs(loss / theirs - 1)
+        print(f"{family} | {name} | {apart_by:.1e} | {theirs:.6f} | {of_loss:.1e}")
         if max(apart_by, of_loss) > close:
             yield name, (apart_by, of_loss)
 
 
 # --- GGUF files -------------------------------------------------------------------------------
 
+HEAD = object()  # the numbers of a head
 BASE = {"tokenizer.ggml.model": "no_vocab", "arch.vocab_size": 320}
 YARN = {"arch.rope.scaling.type": "yarn", "arch.rope.scaling.factor": 4.0}
 ORIGINAL = {"arch.rope.scaling.original_context_length": 64}
@@ -529,6 +533,36 @@ ENTRIES: dict[str, Settings] = {
     "linear": {"arch.rope.scaling.type": "linear", "arch.rope.scaling.factor": 3.0},
     "yarn": {**YARN, **ORIGINAL},
     "yarn without a length": YARN,
+    "yarn without a factor": {"arch.rope.scaling.type": "yarn", **ORIGINAL},
+    "yarn, scale_linear": {
+        "arch.rope.scaling.type": "yarn",
+        "arch.rope.scale_linear": 4.0,
+        **ORIGINAL,
+    },
+    "yarn, neutral entries": {
+        **YARN,
+        **ORIGINAL,
+        "arch.rope.scaling.attn_factor": 1.0,
+        "arch.rope.scaling.yarn_ext_factor": 1.0,
+        "arch.rope.scaling.yarn_attn_factor": 1.0,
+        "arch.rope.scaling.yarn_beta_fast": 32.0,
+        "arch.rope.scaling.yarn_beta_slow": 1.0,
+    },
+    "linear, neutral entries": {
+        "arch.rope.scaling.factor": 3.0,
+        "arch.rope.scaling.yarn_ext_factor": 1.0,
+        "arch.rope.scaling.yarn_beta_fast": 32.0,
+        **ORIGINAL,
+    },
+    "a longer context": {"arch.context_length": 131072, **YARN},
+    "lengths of a head": dict.fromkeys(
+        (
+            *("arch.attention.key_length", "arch.attention.value_length"),
+            *("arch.attention.key_length_swa", "arch.attention.value_length_swa"),
+            *("arch.rope.dimension_count", "arch.rope.dimension_count_swa"),
+        ),
+        HEAD,
+    ),
     "neutral entries": {
         "arch.rope.scaling.attn_factor": 1.0,
         "arch.rope.scaling.yarn_beta_fast": 32.0,
@@ -552,20 +586,29 @@ OF_GEMMA: dict[str, Settings] = {
 }
 
 
+def of_llama(config: Settings) -> dict[str, Settings]:
+    """Llama 3's table of factors, with the base that stands in a file."""
+    published = {**LLAMA3, "original_max_position_embeddings": 8192}
+    base = float(config["rope_theta"])
+    return {"rope_freqs": {"rope_freqs.weight": llama3_factors(base, dims_of(config), published)}}
+
+
 @pytest.mark.slow
 @each_family
 def test_each_entry_of_a_gguf_file_is_computed_as_in_llama_cpp(
     tmp_path: Path, rng: Rng, family: str
 ) -> None:
     config, arrays = weights_of(f"tiny-{family}")
+    own = {"gemma3": OF_GEMMA, "llama": of_llama(config)}.get(family, {})
     ours = {}
-    for name, entries in {**ENTRIES, **(OF_GEMMA if family == "gemma3" else {})}.items():
+    for name, entries in {**ENTRIES, **own}.items():
         folder = tmp_path / name
         folder.mkdir()
+        entries = {k: dims_of(config) if v is HEAD else v for k, v in entries.items()}
         float32 = GGMLQuantizationType.F32
         write_with(folder / "model.gguf", config, arrays, BASE | entries, stored_as=float32)
         np.save(folder / "tokens.npy", rng.integers(0, config["vocab_size"], TOKENS))
         ours[name] = exported(folder, "model.gguf", exact=True)
-    run_script(LLAMA, "llama_logits.py", tmp_path)
+    run_script(ANY_LLAMA, "llama_logits.py", tmp_path)
     # llama.cpp's GELU is a table of float16
     assert not dict(differences(tmp_path, ours, family, 1e-3 if family == "gemma3" else CLOSE))
