@@ -21,6 +21,7 @@ from export.graph_files import set_device, write_graphs
 from export.original import Original
 from export.passes.engine import ExportEngine
 from export.recipe import linear_names, stored_bytes, stored_forms
+from export.sources.families import check_lengths
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from export.sources.tokenizer import tokenizer_warnings
@@ -82,6 +83,7 @@ def _export(
     progress: Progress,
     make_engine: MakeEngine | None,
 ) -> Bundle:
+    check_lengths(checkpoint.family, checkpoint.config, config.seq_lens)
     device = set_device(config.device)
     cut = cut_model(checkpoint.family, checkpoint.config)
     config.lora.check_targets(linear_names(cut))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from export.sources.rope import ORIGINAL_LENGTH, checked_scaling, install
-from runtime.core.errors import BundleError
+from runtime.core.errors import BundleError, UsageError
 
 # Hugging Face model_type -> module under mlx_lm.models
 MODEL_TYPES = {
@@ -39,11 +39,13 @@ _OF_THE_SOURCE = (
 # the weight with which a norm scales by 1: Gemma multiplies by 1 + w
 NORM_NEUTRAL = {"qwen2": 1.0, "qwen3": 1.0, "llama": 1.0, "gemma3_text": 0.0}
 
-_WHOLE_HEADS: dict[str, tuple[Any, ...]] = {
+_OF_ALL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1),
     "rope_traditional": (None, False),  # mlx-lm's: turns neighbours, and no halves
+    "is_causal": (None, True),
+    "per_layer_config": (None, {}),  # other settings for some layers, as transformers 5 reads them
 }
-_SILU: dict[str, tuple[Any, ...]] = {"hidden_act": (None, "silu"), **_WHOLE_HEADS}
+_SILU: dict[str, tuple[Any, ...]] = {"hidden_act": (None, "silu"), **_OF_ALL}
 # settings for which the model classes know only these values (None: absent)
 FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen2": _SILU,
@@ -55,7 +57,7 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
         "use_bidirectional_attention": (None, False),
-        **_WHOLE_HEADS,
+        **_OF_ALL,
     },
 }
 # what transformers takes where a configuration leaves a setting out; mlx-lm takes others in places
@@ -147,11 +149,10 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
         config["num_key_value_heads"] = config["num_attention_heads"]
     if family == "gemma3_text":
         _gemma_windows(config, where)
-        config["tie_word_embeddings"] = not has_lm_head
     else:
         _check_windows(family, config, where)
-        if has_lm_head or config.get("tie_word_embeddings") is None:
-            config["tie_word_embeddings"] = not has_lm_head
+    if has_lm_head or config.get("tie_word_embeddings") is None:
+        config["tie_word_embeddings"] = not has_lm_head
     _check_head_dim(family, config, where)
     _flatten_rope(family, config, where)
     for key in _NUMBERS:
@@ -244,9 +245,7 @@ def text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(raw.get("text_config"), dict):
         raise BundleError(f"{where}: a gemma3 configuration needs a text_config")
     text = dict(raw["text_config"])
-    if "vocab_size" in raw:
-        text["vocab_size"] = raw["vocab_size"]
-    return text
+    return text | {key: raw[key] for key in ("vocab_size", "tie_word_embeddings") if key in raw}
 
 
 def _gemma_windows(config: dict[str, Any], where: str) -> None:
@@ -259,10 +258,13 @@ def _gemma_windows(config: dict[str, Any], where: str) -> None:
         full = [i for i, name in enumerate(layer_types) if name == _FULL]
         pattern = full[0] + 1 if full else len(layer_types) + 1
     else:
-        patterns = (
-            config.get(key) for key in ("sliding_window_pattern", "_sliding_window_pattern")
-        )
-        pattern = next((value for value in patterns if value is not None), 6)
+        given, written = map(config.get, ("sliding_window_pattern", "_sliding_window_pattern"))
+        pattern = 6 if given is None else given
+        if written not in (None, pattern):  # transformers writes it, but reads the other
+            raise BundleError(
+                f"{where}: _sliding_window_pattern = {written!r} is not read without layer_types; "
+                "write it as sliding_window_pattern"
+            )
     if not isinstance(pattern, int) or pattern < 1:
         raise BundleError(f"{where}: sliding_window_pattern must be positive, is {pattern!r}")
     types = _layer_types(pattern, config["num_hidden_layers"])
@@ -293,13 +295,8 @@ def _check_windows(family: str, config: dict[str, Any], where: str) -> None:
     Qwen's configurations say `use_sliding_window` and from which layer on (`max_window_layers`).
     Llama's know no windows in transformers, and mlx-lm's take them from `layer_types` alone.
     """
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    types = config.get("layer_types") or [
-        _FULL if window is None or layer < config.get("max_window_layers", 0) else _SLIDING
-        for layer in range(config["num_hidden_layers"])
-    ]
-    if unlike := sorted({*map(str, types)} - {_FULL}):
-        longest = config.get("max_position_embeddings")
+    if unlike := _unlike_full(config):
+        window, longest = _window(config), config.get("max_position_embeddings")
         if unlike != [_SLIDING] or window is None or longest is None or window < longest:
             raise BundleError(
                 f"{where}: layers with {', '.join(unlike)} (layer_types, sliding_window = "
@@ -308,7 +305,42 @@ def _check_windows(family: str, config: dict[str, Any], where: str) -> None:
                 "train on sequences within the window, set max_position_embeddings (now "
                 f"{longest}) to at most its width"
             )
-        config.pop("layer_types", None)  # no sequence is longer than the window
+        if family == "llama":  # else mlx-lm's class has windows; no sequence is longer than these
+            config.pop("layer_types", None)
+
+
+def _window(config: dict[str, Any]) -> int | None:
+    return config.get("sliding_window") if config.get("use_sliding_window", True) else None
+
+
+def _unlike_full(config: dict[str, Any]) -> list[str]:
+    """The types of attention that layers of these families should have, but for the full one."""
+    first = 0 if _window(config) is not None else config["num_hidden_layers"]
+    first = max(first, config.get("max_window_layers", 0))
+    types = config.get("layer_types") or [
+        _FULL if layer < first else _SLIDING for layer in range(config["num_hidden_layers"])
+    ]
+    return sorted({*map(str, types)} - {_FULL})
+
+
+def check_lengths(family: str, config: dict[str, Any], lengths: Sequence[int]) -> None:
+    """Raise UsageError for lengths at which a normalised configuration would compute otherwise.
+
+    Two settings are accepted because no sequence is longer than max_position_embeddings: windows
+    that are as wide, and longrope within its original length.
+    """
+    scaling = config.get("rope_scaling") or {}
+    limits = {}
+    if scaling.get("short_factor") != scaling.get("long_factor"):
+        limits[f"longrope with {ORIGINAL_LENGTH}"] = scaling[ORIGINAL_LENGTH]
+    if family != "gemma3_text" and _unlike_full(config):
+        limits["sliding_window"] = _window(config)
+    for name, longest in limits.items():
+        if max(lengths) > longest:
+            raise UsageError(
+                f"seq_lens has {max(lengths)} tokens, but {name} = {longest} can be computed up to "
+                f"that length alone; give --seq-lens of at most {longest}"
+            )
 
 
 def _check_head_dim(family: str, config: dict[str, Any], where: str) -> None:

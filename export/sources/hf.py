@@ -78,6 +78,8 @@ class HFCheckpoint(Checkpoint):
             warnings.append(
                 f"{where}: {len(unknown)} settings are not known and not used: {', '.join(unknown)}"
             )
+        if dropout := text.get("attention_dropout"):
+            warnings.append(f"{where}: attention_dropout = {dropout} is not applied in training")
         expected = expected_shapes(family, config, where)
         self._layouts = find_layouts(raw, self._tensors, str(folder))
         if raw.get("quantization_config") and not self._layouts:

@@ -18,13 +18,17 @@ MOST_DEPTH = 100  # of lists and objects inside each other: code that walks them
 _TOO_DEEP = f"lists and objects are nested more than {MOST_DEPTH} deep"
 
 
+class RepeatedKeyError(ValueError):
+    """An object has a key twice."""
+
+
 def from_json(text: str | bytes) -> Any:
     """The value of a JSON document. Raises ValueError."""
     return _parsed(json.loads, text)
 
 
 def from_json_once(text: str | bytes) -> Any:
-    """As `from_json`, but an object that has a key twice is a ValueError."""
+    """As `from_json`, but raises RepeatedKeyError for an object that has a key twice."""
     return _parsed(partial(json.loads, object_pairs_hook=_once), text)
 
 
@@ -33,7 +37,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has the key {twice!r} twice")
+        raise RepeatedKeyError(f"it has the key {twice!r} twice")
     return fields
 
 

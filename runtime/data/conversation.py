@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from runtime.core.documents import MOST_DEPTH, from_json, is_deeper
+from runtime.core.documents import MOST_DEPTH, RepeatedKeyError, from_json_once, is_deeper
 
 Messages = list[dict[str, Any]]
 ROLES = {
@@ -71,7 +71,7 @@ def checked_messages(messages: object, words: Collection[str] = ()) -> Messages:
 def checked_tools(tools: object) -> Messages | None:
     """`tools` as a list of objects, also where they are given as JSON text. Raises ValueError."""
     if isinstance(tools, str):
-        tools = from_json(tools) if tools.strip() else None
+        tools = from_json_once(tools) if tools.strip() else None
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -132,7 +132,9 @@ def _arguments(number: int, name: object, given: object) -> dict[str, Any]:
     value = given
     if isinstance(given, str) and given.strip():
         try:
-            value = cleaned(from_json(given), nulls=False)
+            value = cleaned(from_json_once(given), nulls=False)
+        except RepeatedKeyError as error:
+            raise ValueError(f"message {number} calls {name!r} with arguments: {error}") from error
         except ValueError:
             value = _from_python(given)
     elif isinstance(given, str):

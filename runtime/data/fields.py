@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.core.documents import from_json
+from runtime.core.documents import RepeatedKeyError, from_json_once
 from runtime.data.conversation import CALLERS, as_text, cleaned
 from runtime.data.known_keys import NOTHING, RECORD, VERDICTS, not_read
 
@@ -88,12 +88,18 @@ def recognise(record: object, columns: dict[str, str], has_template: bool) -> Re
         lost.append("'functions' beside 'tools', of which only 'tools' is read")
     dropped = ""
     for key in VERDICTS:
-        verdict = row.get(key, True)
-        if verdict is False or str(verdict).lower() == "false":
+        verdict = str(row.get(key, True)).lower()
+        if name in _PAIRS:  # of KTO; beside a text, 0 and 1 are classes
+            verdict = _BITS.get(verdict, verdict)
+        if verdict == "false":
             dropped = f"its {key} is false, so its answer is not to be learnt"
-        elif not (verdict is True or str(verdict).lower() == "true"):
+        elif verdict != "true":
             lost.append(f"the field {key!r}, which is not read")
     return Recognised(name, example, tuple(lost), dropped)
+
+
+_PAIRS = ("prompt and completion", "prompt and completion, as messages")
+_BITS = {"0": "false", "0.0": "false", "1": "true", "1.0": "true"}
 
 
 def _example(row: Record, has_template: bool) -> tuple[str, Example]:
@@ -142,12 +148,14 @@ def _renamed(record: Record, columns: dict[str, str]) -> Record:
 def _from_json(value: object) -> object:
     """A value, decoded if it is JSON text: a cell of a table is text.
 
-    Raises ValueError for a list in another notation.
+    Raises ValueError for a list in another notation, and for a key that an object has twice.
     """
     if not isinstance(value, str):
         return value
     try:
-        return from_json(value)
+        return from_json_once(value)
+    except RepeatedKeyError:
+        raise
     except ValueError as error:
         if value.lstrip().startswith("["):
             raise ValueError(

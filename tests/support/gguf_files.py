@@ -113,11 +113,14 @@ def write_with(
 ) -> Path:
     """A file with these entries too, or in place of its own; "arch." stands for its architecture.
 
-    None leaves an entry out.
+    None leaves an entry out, and what is named as a weight is a tensor.
     """
 
     def change(writer: gguf.GGUFWriter) -> None:
         for name, value in entries.items():
+            if name.endswith(".weight"):
+                writer.add_tensor(name, value)
+                continue
             key = name.replace("arch.", f"{writer.arch}.")
             writer.kv_data[0].pop(key, None)
             if value is not None:

@@ -18,7 +18,11 @@ PYTHON = "ONDEVICE_PEERS_PYTHON"
 SCRIPTS = Path(__file__).parent / "elsewhere"
 TORCH = ("torch", "peft", "transformers")
 LLAMA = ("llama_cpp",)
-_HAS = "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))"
+ANY_LLAMA = ("llama_cpp or cyllama",)
+_HAS = (
+    "import importlib.util as u, sys; "
+    "sys.exit(not all(any(map(u.find_spec, word.split(' or '))) for word in sys.argv[1:]))"
+)
 
 
 def interpreter(*modules: str) -> str:

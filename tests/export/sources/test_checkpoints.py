@@ -502,16 +502,33 @@ def test_a_head_of_its_own_is_used_though_the_configuration_says_tied(tmp_path: 
         assert "lm_head.weight is not the embedding" in warning
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_model_that_says_untied_needs_its_head(tmp_path: Path, family: str) -> None:
+    """transformers would give it a random one."""
+    config, arrays = weights_of(f"tiny-{family}")
+    arrays.pop("lm_head.weight", None)
+    untied = config | {"tie_word_embeddings": False}
+    with pytest.raises(BundleError, match=r"lm_head\.weight"):
+        open_checkpoint(str(write_folder(tmp_path / "m", untied, arrays)))
+    del untied["tie_word_embeddings"]
+    with open_checkpoint(str(write_folder(tmp_path / "m", untied, arrays))) as read:
+        assert read.config["tie_word_embeddings"]
+
+
 def test_what_a_checkpoint_says_in_vain_is_a_warning(tmp_path: Path) -> None:
     config, arrays = weights_of("tiny-llama")
     config |= {
         "quantization_config": {"quant_method": "bitsandbytes"},
         "novelty": 3,
         "use_x": False,
+        "attention_dropout": 0.1,
     }
     with open_checkpoint(str(write_folder(tmp_path / "m", config, arrays))) as read:
         assert "quantization_config" not in read.config
-        quantization, unknown = sorted(read.warnings, key=lambda text: "not known" in text)
+        dropout, quantization, unknown = sorted(
+            read.warnings, key=lambda text: ("not known" in text, "quantization" in text)
+        )
+        assert dropout.endswith("attention_dropout = 0.1 is not applied in training")
         assert "quantization_config is ignored" in quantization
         assert unknown.endswith("1 settings are not known and not used: novelty")
 

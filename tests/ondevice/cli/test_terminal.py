@@ -85,3 +85,14 @@ def test_a_model_s_tokens_are_shown(bundle: Path) -> None:
     text = shown("chat", bundle, *options, typed="a\n/exit\n")
     assert not CONTROL.findall(text), text
     assert "\\u00" in text
+
+
+def test_eval_shows_the_control_characters_of_labels_and_names(
+    bundle: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows\x1b[2J.jsonl"
+    rows = [{"prompt": "a", "completion": one, "\x1b]0;x\x07": 1} for one in ("b\x9b", "c\x07")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = shown("eval", bundle, f"--data={file}", "--task=labels")
+    assert not CONTROL.findall(text), text
+    assert "\\u001b" in text, text

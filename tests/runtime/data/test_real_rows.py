@@ -160,6 +160,17 @@ def test_other_arguments_are_refused_with_the_call(bundle: Path, given: object) 
         read(bundle, chat({"content": None, "tool_calls": [call]}))
 
 
+def test_a_key_that_stands_twice_inside_of_text_is_refused(bundle: Path) -> None:
+    twice = '{"zone": "CET", "zone": "UTC"}'
+    call = {"type": "function", "function": {"name": "clock", "arguments": twice}}
+    why = "it has the key 'zone' twice"
+    with pytest.raises(DataError, match=f"message 2 calls 'clock' with arguments: {why}"):
+        read(bundle, chat({"content": None, "tool_calls": [call]}))
+    for row in (chat({}, tools=f"[{twice}]"), {"messages": f"[{twice}]"}):
+        with pytest.raises(DataError, match=why):
+            read(bundle, row)
+
+
 def test_parquet_gives_the_tokens_of_json_lines(bundle: Path) -> None:
     """Arrow gives each object the keys of all the others, with null."""
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra")
@@ -209,8 +220,11 @@ def test_answers_that_are_labelled_false_are_dropped(bundle: Path) -> None:
         rows = read(bundle, {**pair, key: True}, {**pair, key: False}, {**pair, key: "False"})
         assert (len(rows), rows.report.lost) == (1, {})
         assert rows.report.dropped == {f"its {key} is false, so its answer is not to be learnt": 2}
-    other = read(bundle, {**pair, "label": 3}).report
-    assert other.lost == {"the field 'label', which is not read": 1}
+    bits = read(bundle, *({**pair, "label": bit} for bit in (0, 1, "0", "1", 0.0, 1.0)))
+    assert (len(bits), bits.report.lost, [*bits.report.dropped.values()]) == (3, {}, [3])
+    for other in ({**pair, "label": 3}, {"text": "ab", "label": 0}):
+        report = read(bundle, other).report
+        assert report.lost == {"the field 'label', which is not read": 1}
 
 
 def test_pairs_are_refused_with_the_way_out(bundle: Path) -> None:

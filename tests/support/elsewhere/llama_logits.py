@@ -2,15 +2,45 @@
 
 python llama_logits.py MODEL.gguf ADAPTER.gguf TOKENS OUTPUT.npy   ADAPTER may be "-"
 python llama_logits.py FOLDER   each folder inside has model.gguf and tokens.npy (T,); logits.npy
-is written there, or refused.txt where llama.cpp does not load it.
+is written there, or refused.txt where llama.cpp does not load it. Without llama_cpp, whose package
+has to be compiled, the wheel of cyllama computes these.
 """
 
 import ctypes
 import sys
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
+
+try:
+    import llama_cpp
+except ImportError:
+    llama_cpp = None
+    from cyllama.llama import llama_cpp as cyllama
+
+
+def logits_of_cyllama(model_path: str, tokens: list[int]) -> np.ndarray:
+    """(T, V)."""
+
+    class Model(cyllama.LlamaModel):
+        """With the number that a context asks for, and version 0.2.18 has elsewhere."""
+
+        @property
+        def n_vocab(self) -> int:
+            return int(self.get_vocab().n_vocab)
+
+    model = Model(model_path, cyllama.LlamaModelParams())
+    wanted = cyllama.LlamaContextParams()
+    wanted.n_ctx = wanted.n_batch = wanted.n_ubatch = max(64, len(tokens))
+    wanted.n_threads = wanted.n_threads_batch = 1
+    wanted.type_k = wanted.type_v = 0  # float32 keys and values
+    wanted.flash_attn_type = 0
+    context = cyllama.LlamaContext(model, wanted)
+    batch = cyllama.LlamaBatch(n_tokens=len(tokens), embd=0, n_seq_max=1)
+    for position, token in enumerate(tokens):
+        batch.add(token, position, [0], True)
+    context.decode(batch)
+    return np.array([context.get_logits_ith(i) for i in range(len(tokens))], np.float32)
 
 
 def logits(model_path: str, adapter_path: str, tokens: list[int]) -> np.ndarray:
@@ -20,7 +50,8 @@ def logits(model_path: str, adapter_path: str, tokens: list[int]) -> np.ndarray:
     model = llama_cpp.llama_model_load_from_file(model_path.encode(), settings)
     assert model, f"{model_path} is not loaded"
     wanted = llama_cpp.llama_context_default_params()
-    wanted.n_ctx, wanted.n_batch, wanted.n_threads = 64, 64, 1
+    wanted.n_ctx = wanted.n_batch = max(64, len(tokens))
+    wanted.n_threads = 1
     wanted.type_k = wanted.type_v = 0  # float32 keys and values
     wanted.flash_attn_type = 0
     context = llama_cpp.llama_init_from_model(model, wanted)
@@ -50,15 +81,16 @@ def logits(model_path: str, adapter_path: str, tokens: list[int]) -> np.ndarray:
     return found
 
 
-llama_cpp.llama_backend_init()
+(llama_cpp or cyllama).llama_backend_init()
 if len(sys.argv) > 2:
     model_path, adapter_path, words, output = sys.argv[1:]
     np.save(output, logits(model_path, adapter_path, list(map(int, words.split(",")))))
 else:
     for path in sorted(Path(sys.argv[1]).glob("*/tokens.npy")):
+        model, tokens = str(path.with_name("model.gguf")), np.load(path).tolist()
         try:
-            found = logits(str(path.with_name("model.gguf")), "-", np.load(path).tolist())
-        except AssertionError as problem:
+            found = logits(model, "-", tokens) if llama_cpp else logits_of_cyllama(model, tokens)
+        except (AssertionError, ValueError, RuntimeError) as problem:
             path.with_name("refused.txt").write_text(str(problem))
             continue
         np.save(path.with_name("logits.npy"), found)
