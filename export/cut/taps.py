@@ -7,11 +7,11 @@ computation between two products can be traced.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -29,9 +29,18 @@ def probe_length(model: nn.Module, config: dict[str, Any]) -> int:
     Other dimensions are sizes in its configuration or parameters, or factors of them (a matrix of
     416 rows may be 13 heads of 32). So the length is the smallest that divides none of these.
     """
-    sizes = {value for value in config.values() if type(value) is int and value > 0}
+    sizes = set(_integers(config))
     sizes |= {size for _, value in tree_flatten(model.parameters()) for size in value.shape}
     return next(n for n in count(SHORTEST_PROBE) if all(size % n for size in sizes if size))
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """The positive integers of a configuration, those inside of lists included."""
+    if type(value) is int and value > 0:
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _integers(inner)
 
 
 @dataclass(frozen=True)
@@ -113,22 +122,44 @@ class _EmbeddingTap:
         return tape.record(LinearCall(self.name, (x,), output, bias=False))
 
 
-class _LayerTap:
-    """Stands in for a transformer layer, remembers its mask, and else is that layer."""
+class LayerTap:
+    """Stands in for a transformer layer, remembers how it is called, and else is that layer."""
 
     def __init__(self, taps: Taps, index: int, layer: nn.Module) -> None:
         self.taps, self.index, self.layer = taps, index, layer
+        self.signature = inspect.signature(type(layer).__call__)
         self.mask: Any = None
+        self.names: dict[str, str] = {}  # of its arguments: "x", "mask", "cache"
 
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        self.mask = kwargs.pop("mask") if "mask" in kwargs else args[0]
-        if any(value is not None for value in (*args[1:], *kwargs.values())):
-            raise BundleError(
-                f"layer {self.index} is given more than its input and a mask; such models are not "
-                "supported"
-            )
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        (_, (first, x), *others) = self.signature.bind(
+            self.layer, *args, **kwargs
+        ).arguments.items()
+        self.names, self.mask = {"x": first}, None
+        for name, value in others:
+            role = next((word for word in ("mask", "cache") if word in name), None)
+            if role is not None and role not in self.names:
+                self.names[role] = name
+            if role == "mask":
+                self.mask = value
+            elif value is not None:
+                raise BundleError(
+                    f"layer {self.index} is given more than its input and a mask ({name}); such "
+                    "models are not supported"
+                )
         tape = self.taps.tape
         return tape.record(LayerCall(str(self.index), (x,), tape.output(tuple(x.shape))))
+
+    def run(self, x: mx.array, cache: Position | None) -> mx.array:
+        """The layer itself, with causal attention."""
+        given = {"x": x, "mask": MASK, "cache": cache}
+        out = self.layer(**{name: given[role] for role, name in self.names.items()})
+        if not isinstance(out, mx.array):
+            raise BundleError(
+                f"layer {self.index} returns more than its hidden state; such models are not "
+                "supported"
+            )
+        return out
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)
@@ -151,19 +182,22 @@ class Position:
 class Taps:
     """A model with its taps in place, which record to the current `tape`.
 
-    `probe` is the sequence length to run the model at: no other dimension has this size, so an axis
-    of it is the tokens'.
+    Its layers are the longest list of modules that it holds, wherever that is.
+
+    Attributes:
+        probe: the sequence length to run the model at: no other dimension has this size, so an
+            axis of it is the tokens'.
+        path: the name of the list of layers in the model, such as "model.layers".
     """
 
-    def __init__(self, module: ModuleType, model: nn.Module, probe: int) -> None:
-        self.module, self.model, self.probe = module, model, probe
+    def __init__(self, model: nn.Module, probe: int) -> None:
+        self.model, self.probe = model, probe
         self.tape = Tape()
-        self.inner = model.model
-        self.layers = list(self.inner.layers)
-        for layer in self.layers:
+        self.path, owner, key = _longest_list(model)
+        self.layers = [LayerTap(self, i, layer) for i, layer in enumerate(owner[key])]
+        for layer in owner[key]:
             self._tap(layer)
-        self.layer_taps = [_LayerTap(self, i, layer) for i, layer in enumerate(self.layers)]
-        self.inner.layers = self.layer_taps
+        owner[key] = self.layers
         self._tap(model)
 
     def _tap(self, root: nn.Module) -> None:
@@ -177,33 +211,45 @@ class Taps:
 
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[Tape]:
-        """Record to `tape`, with mlx-lm's attention replaced by a tap, inside the `with` block."""
+        """Record to `tape`, with MLX's attention replaced by a tap, inside the `with` block."""
 
         def attention(
-            q: mx.array, k: mx.array, v: mx.array, cache: Any, scale: float, mask: Any, **rest: Any
+            q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, **rest: Any
         ) -> mx.array:
-            has_no_keys = cache is None or isinstance(cache, Position)
-            if not has_no_keys or any(value is not None for value in rest.values()):
+            if given := sorted(name for name, value in rest.items() if value is not None):
                 raise BundleError(
-                    f"attention of {self.module.__name__} takes {sorted(rest)} besides q, k, v, "
-                    "scale and mask; such models are not supported"
+                    f"attention takes {', '.join(given)} besides q, k, v, scale and mask; such "
+                    "models are not supported"
                 )
             if mask is not MASK:
                 raise BundleError(
-                    f"attention of {self.module.__name__} is given another mask than its layer; "
-                    "such models are not supported"
+                    "attention is given another mask than its layer; such models are not supported"
                 )
             output = tape.output((*q.shape[:-1], v.shape[-1]))
             return tape.record(AttentionCall("attention", (q, k, v), output, float(scale)))
 
-        original = self.module.scaled_dot_product_attention
+        original = mx.fast.scaled_dot_product_attention
         previous, self.tape = self.tape, tape
-        self.module.scaled_dot_product_attention = attention  # type: ignore[attr-defined]
+        mx.fast.scaled_dot_product_attention = attention
         try:
             yield tape
         finally:
-            self.module.scaled_dot_product_attention = original  # type: ignore[attr-defined]
+            mx.fast.scaled_dot_product_attention = original
             self.tape = previous
+
+
+def _longest_list(model: nn.Module) -> tuple[str, nn.Module, str]:
+    """The longest list of modules that is inside of no other: its path, its owner and its key."""
+    lists = [
+        (f"{path}.{key}".removeprefix("."), module, key)
+        for path, module in model.named_modules()
+        for key, value in module.items()
+        if isinstance(value, list) and value and all(isinstance(one, nn.Module) for one in value)
+        if not any(part.isdecimal() for part in path.split("."))
+    ]
+    if not lists:
+        raise BundleError("the model has no list of layers; such models are not supported")
+    return max(sorted(lists, key=lambda one: one[0]), key=lambda one: len(one[1][one[2]]))
 
 
 def attention_windows(taps: Taps, config: dict[str, Any]) -> list[int | None]:
@@ -212,10 +258,10 @@ def attention_windows(taps: Taps, config: dict[str, Any]) -> list[int | None]:
     length = min(max([taps.probe, *sizes]) + 3, 8192)
     with taps.recording(Tape()):
         taps.model(mx.zeros((1, length), dtype=mx.int32))
-    return [_window(tap, length) for tap in taps.layer_taps]
+    return [_window(tap, length) for tap in taps.layers]
 
 
-def _window(tap: _LayerTap, length: int) -> int | None:
+def _window(tap: LayerTap, length: int) -> int | None:
     mask = tap.mask
     if isinstance(mask, str) and mask == "causal":
         return None

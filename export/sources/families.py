@@ -200,9 +200,11 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
     The parameters are lazy: each takes memory only when it is evaluated. Raises BundleError where
     the model class cannot be built from the configuration.
     """
+    from mlx.utils import tree_flatten
+
     try:
         module = importlib.import_module(f"mlx_lm.models.{family}")
-    except ImportError as e:  # no module of this name, or a package that it needs is missing
+    except (ImportError, SystemExit) as e:  # there is none, or a package that it needs is missing
         raise BundleError(f"{where}: mlx-lm cannot load architecture {family!r:.40}: {e}") from e
     try:
         model = module.Model(module.ModelArgs.from_dict(config))
@@ -212,8 +214,11 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
             f"{where}: {family} cannot be built from this configuration: {why}"
         ) from e
     install(model)
-    # mlx-lm drops the output matrix of tied models in sanitize
-    model.sanitize({} if config.get("tie_word_embeddings", True) else {"lm_head.weight": None})
+    if hasattr(model, "sanitize"):  # in which mlx-lm drops the output matrix of tied models
+        own = dict(tree_flatten(model.parameters()))
+        if config.get("tie_word_embeddings", True):
+            own.pop("lm_head.weight", None)
+        model.sanitize(own)
     return model
 
 
