@@ -184,7 +184,8 @@ class _EndsCutter:
         Raises BundleError where it computes anything else from them.
         """
         *before, product = (call.output for call in self.calls)
-        factor = self._replay([*before, mx.ones_like(product)])[1].reshape(-1)[0].item()
+        logits = self._replay([*before, mx.ones_like(product)])[1]
+        factor = float(logits.reshape(-1)[0].item())  # type: ignore[arg-type]
         for size in (1.0, 1e3):  # what caps logits changes large ones
             values = size * mx.random.normal(product.shape, key=mx.random.key(0))
             logits = self._replay([*before, mx.array(values)])[1]
@@ -193,7 +194,7 @@ class _EndsCutter:
                     "the model changes its logits after the head's product, as soft-capping does; "
                     "that is not supported"
                 )
-        return float(factor)
+        return factor
 
     def _elementwise(
         self, name: str, source: str, target: str, consumer: int
@@ -231,15 +232,30 @@ class _EndsCutter:
         return block_type, [part.graph]
 
 
+# modules of mlx-lm with other matrices -> what they compute
+_OPERATIONS = {
+    "SwitchLinear": "experts, of which each token takes some",
+    "Conv1d": "a convolution over tokens",
+    "BitLinear": "packed ternary matrices",
+    "MultiLinear": "a product of its own for each head",
+}
+
+
 def _parameters(root: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of a module's parameters outside its taps: the weights of norms and the like."""
-    shapes = {name: tuple(value.shape) for name, value in tree_flatten(root.parameters())}
-    large = {name: shape for name, shape in shapes.items() if len(shape) > 1}
-    if large:
-        raise BundleError(
-            f"the model has matrices that are not linear layers, which is not supported: {large}"
-        )
-    return shapes
+    """Shapes of a module's parameters outside its taps: the weights of norms and the like.
+
+    Raises BundleError for matrices: a program has no operation with them.
+    """
+    for path, module in root.named_modules():
+        large = {
+            f"{path}.{key}".removeprefix("."): tuple(value.shape)
+            for key, value in module.items()
+            if isinstance(value, mx.array) and value.ndim > 1 and not key.startswith("_")
+        }
+        if large:
+            operation = _OPERATIONS.get(type(module).__name__, "matrices that are no linear layers")
+            raise BundleError(f"the model has {operation}, which is not supported: {large}")
+    return {name: tuple(value.shape) for name, value in tree_flatten(root.parameters())}
 
 
 def _set_parameters(root: nn.Module, given: Mapping[str, mx.array]) -> None:

@@ -79,6 +79,7 @@ class Tape:
 
     def __init__(self, outputs: Sequence[mx.array] | None = None) -> None:
         self.calls: list[Call] = []
+        self.masks: list[Any] = []  # of attention, in layers that run as they are
         self._outputs = outputs
 
     def output(self, shape: tuple[int, ...]) -> mx.array:
@@ -188,16 +189,18 @@ class Taps:
         probe: the sequence length to run the model at: no other dimension has this size, so an
             axis of it is the tokens'.
         path: the name of the list of layers in the model, such as "model.layers".
+        cuts: whether the layers have taps, too; without, they run as the model runs them.
     """
 
-    def __init__(self, model: nn.Module, probe: int) -> None:
-        self.model, self.probe = model, probe
+    def __init__(self, model: nn.Module, probe: int, cuts: bool = True) -> None:
+        self.model, self.probe, self.cuts = model, probe, cuts
         self.tape = Tape()
         self.path, owner, key = _longest_list(model)
         self.layers = [LayerTap(self, i, layer) for i, layer in enumerate(owner[key])]
         for layer in owner[key]:
             self._tap(layer)
-        owner[key] = self.layers
+        if cuts:
+            owner[key] = self.layers
         self._tap(model)
 
     def _tap(self, root: nn.Module) -> None:
@@ -221,7 +224,9 @@ class Taps:
                     f"attention takes {', '.join(given)} besides q, k, v, scale and mask; such "
                     "models are not supported"
                 )
-            if mask is not MASK:
+            if not self.cuts:
+                tape.masks.append(mask)
+            elif mask is not MASK:
                 raise BundleError(
                     "attention is given another mask than its layer; such models are not supported"
                 )
@@ -265,6 +270,11 @@ def _window(tap: LayerTap, length: int) -> int | None:
     mask = tap.mask
     if isinstance(mask, str) and mask == "causal":
         return None
+    if mask is None:
+        raise BundleError(
+            f"layer {tap.index} is given no mask: it sees other tokens by other means than "
+            "attention, as state spaces and convolutions do; such models are not supported"
+        )
     if isinstance(mask, mx.array) and mask.shape == (length, length) and mask.dtype == mx.bool_:
         window = int(mask[-1].astype(mx.int32).sum().item())  # type: ignore[arg-type]
         rows, columns = mx.arange(length)[:, None], mx.arange(length)[None]

@@ -7,7 +7,7 @@ shapes that its configuration implies. Reading rows takes no more memory than th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from export.stored import F32, QuantizedForm, QuantizedRows
@@ -22,11 +22,13 @@ class Checkpoint(ABC):
     Attributes:
         family: the name of a module under mlx_lm.models.
         config: the argument of its ModelArgs.from_dict, always with "tie_word_embeddings".
+        given: the original configuration, where there is one.
         provenance: where the weights are from, as JSON values.
         warnings: what is read otherwise than its files say, in words.
         remedy: the way out, for messages about weights that are too large to store.
     """
 
+    given: Mapping[str, Any] = {}
     warnings: Sequence[str] = ()
     remedy = "the checkpoint is damaged, download or convert it again"
 

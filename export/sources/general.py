@@ -1,0 +1,222 @@
+"""Configurations of any model type of mlx-lm: completed by transformers, and flat.
+
+transformers' own class fills in what a configuration leaves out, and knows each spelling of rotary
+positions, of any year. What mlx-lm's class takes is then flat, under its own names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, TypeVar
+
+from export.sources.rope import checked_scaling
+from export.sources.windows import pattern_of
+from runtime.core.errors import BundleError
+
+# names that mlx-lm's classes have for the same setting, the first of which is transformers'
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_transformer_layers")
+_BASES = ("rope_theta", "rotary_emb_base")
+_TURNED = ("partial_rotary_factor", "rotary_pct")
+_MAX_LAYERS = 1024
+_NEEDED = inspect.Parameter.empty  # the default of an argument without one
+# arguments that classes of mlx-lm need and transformers has no setting for -> what it computes
+_ABSENT = {
+    **{"rope_scaling": None, "sliding_window": None, "sliding_window_pattern": None},
+    **{"attention_bias": False, "mlp_bias": False, "post_norm": False, "qk_norm": True},
+}
+
+
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Stored = TypeVar("Stored", bound=_Shaped)
+
+
+def model_module(family: str, where: str = "config") -> ModuleType:
+    """The module of mlx-lm with a family's class. Raises BundleError where there is none."""
+    if not isinstance(family, str) or family not in module_names():
+        raise BundleError(
+            f"{where}: architecture {family!r:.40} is not supported: mlx-lm has no class for it"
+        )
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # on which some say what they miss
+            module = importlib.import_module(f"mlx_lm.models.{family}")
+    except (ImportError, SystemExit) as e:  # some end the process where a package is missing
+        raise BundleError(
+            f"{where}: mlx-lm cannot load architecture {family!r:.40}: a package that it needs is "
+            f"missing ({e})"
+        ) from e
+    if not hasattr(module, "Model") or not hasattr(module, "ModelArgs"):
+        raise BundleError(f"{where}: architecture {family!r:.40} is not supported: it is no model")
+    return module
+
+
+def module_names() -> list[str]:
+    """The names of all modules under mlx_lm.models."""
+    (folder,) = importlib.import_module("mlx_lm.models").__path__
+    return sorted(path.stem for path in Path(folder).glob("*.py"))
+
+
+def arguments_of(family: str) -> set[str]:
+    """The names of the settings that mlx-lm's class of a family takes."""
+    return set(_parameters(family))
+
+
+def _parameters(family: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(model_module(family).ModelArgs).parameters
+
+
+def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """A configuration with transformers' defaults; None where it has no class for its type.
+
+    Raises ValueError for what that class refuses.
+    """
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    if raw["model_type"] not in transformers.CONFIG_MAPPING:
+        return None
+    said = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        made: dict[str, Any] = (
+            transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(raw).to_dict()
+        )
+    except StrictDataclassError as e:
+        raise ValueError(str(e)) from e
+    finally:
+        transformers.logging.set_verbosity(said)
+    return made
+
+
+def model_class(model_type: str) -> str | None:
+    """The name of transformers' class of causal language models of a type, or None."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return name
+
+
+def settings_of(raw: dict[str, Any], family: str, where: str) -> dict[str, Any]:
+    """A configuration with what transformers takes where it leaves something out, and flat."""
+    return _flat(completed(raw) or dict(raw), family, where)
+
+
+def default_settings(model_type: str, family: str) -> dict[str, Any] | None:
+    """What transformers takes where a configuration says nothing, flat; None without a class."""
+    made = completed({"model_type": model_type})
+    return made and _flat(made, family, model_type)
+
+
+def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) -> dict[str, Any]:
+    """The argument of `ModelArgs.from_dict`, always with the number of layers.
+
+    For the arguments and errors see `families.normalise_config`.
+    """
+    full = settings_of(raw, family, where)
+    known = arguments_of(family)
+    layers = next((full[name] for name in _LAYERS if full.get(name) is not None), None)
+    if not isinstance(layers, int) or not 1 <= layers <= _MAX_LAYERS:
+        raise BundleError(
+            f"{where}: num_hidden_layers must be from 1 to {_MAX_LAYERS}, is {layers!r:.40}"
+        )
+    for key in ("vocab_size", "hidden_size"):
+        value = full.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise BundleError(f"{where}: {key} must be a positive integer, is {value!r:.40}")
+    config = {
+        key: value
+        for key, value in full.items()
+        if key in known or key in ("vocab_size", "max_position_embeddings")
+        if value is not None or "window" in key
+    }
+    heads = config.get("num_attention_heads")
+    for name, parameter in _parameters(family).items():  # transformers may have no such setting
+        if name in config or (name != "num_key_value_heads" and parameter.default is not _NEEDED):
+            continue
+        if name == "num_key_value_heads" and heads is not None:
+            config[name] = heads
+        elif name == "head_dim" and heads and full.get("hidden_size"):
+            config[name] = full["hidden_size"] // heads
+        elif name in _ABSENT:
+            config[name] = _ABSENT[name]
+    tied = full.get("tie_word_embeddings")
+    config["tie_word_embeddings"] = not has_lm_head if has_lm_head or tied is None else tied
+    return {**config, "model_type": family, "num_hidden_layers": layers}
+
+
+def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
+    """Settings with those of rotary positions under the names that mlx-lm's class has for them."""
+    known = arguments_of(family)
+    nested = full.get("rope_parameters") or {}
+    scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, known, where)
+    if "rope_parameters" not in known:
+        full.pop("rope_parameters", None)
+    full.pop("rope_scaling", None)
+    base = scope.pop("rope_theta", None) or full.get("rope_theta")
+    turned = scope.pop("partial_rotary_factor", None) or full.get("partial_rotary_factor")
+    for names, value in ((_BASES, base), (_TURNED, turned)):
+        if value is not None:
+            full[next((name for name in names if name in known), names[0])] = value
+    full["rope_scaling"] = checked_scaling(scope, full, where)
+    if "layer_types" not in known and "sliding_window_pattern" in known and full.get("layer_types"):
+        written = str(_parameters(family)["sliding_window_pattern"].annotation)
+        full["sliding_window_pattern"] = pattern_of(
+            full.pop("layer_types"), "str" in written, where
+        )
+    return full
+
+
+def _one_scope(nested: dict[str, Any], known: set[str], where: str) -> dict[str, Any]:
+    """The settings of rotary positions, which may be given by type of layer."""
+    by_type = {key: value for key, value in nested.items() if isinstance(value, dict)}
+    if not by_type or "rope_parameters" in known:
+        return {key: value for key, value in nested.items() if key not in by_type}
+    first, *others = by_type.values()
+    if any(other != first for other in others):
+        raise BundleError(
+            f"{where}: rope_parameters differ between {' and '.join(sorted(by_type))}, which is "
+            "not supported for this architecture"
+        )
+    return dict(first)
+
+
+def renamed(model: Any, tensors: Mapping[str, Stored], where: str) -> dict[str, Stored]:
+    """A checkpoint's tensors by the names that mlx-lm's `model` gives them in `sanitize`.
+
+    It is run on arrays of zeros, which are never evaluated. Raises BundleError where it makes
+    other tensors of some, as by splitting them.
+    """
+    import mlx.core as mx
+
+    if not hasattr(model, "sanitize"):
+        return dict(tensors)
+    lazy = {name: mx.zeros(tensor.shape) for name, tensor in tensors.items()}
+    names = {id(array): name for name, array in lazy.items()}
+    try:
+        found = model.sanitize(dict(lazy))
+    except (LookupError, ValueError, TypeError, AttributeError) as e:
+        raise BundleError(f"{where}: mlx-lm cannot read these tensors: {e!r:.200}") from e
+    if made := [name for name, array in found.items() if id(array) not in names]:
+        raise BundleError(
+            f"{where}: mlx-lm makes {len(made)} tensors of others, such as {made[0]}; that is not "
+            "supported"
+        )
+    return {name: tensors[names[id(array)]] for name, array in found.items()}
+
+
+_OF_TOKENS = re.compile("drop|_token_id$|_token_index$|_token_ids$")
+
+
+def is_neutral_name(key: str) -> bool:
+    """Whether a setting of any type, by its name, does not change what a model computes."""
+    return bool(_OF_TOKENS.search(key))
