@@ -7,12 +7,13 @@ name, unless it is off, or transformers' default.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 
-from export.cut.taps import LinearCall, Tape, Taps
+from export.cut.taps import Tape, Taps
 from export.cut.trace import trace
 from export.sources.families import build_model, has_list
 from export.sources.general import (
@@ -25,12 +26,15 @@ from export.sources.settings import neutral_settings
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import BundleError
 
+_PROBLEMS = (
+    *(BundleError, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError),
+    *(TypeError, ValueError),
+)
 PROBE = 17  # tokens: more than the windows that are tried
 # sizes of tensors, which the checkpoint's own shapes confirm, and the lengths
 _SIZES = {
-    *("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"),
-    *("max_position_embeddings", "original_max_position_embeddings", "tie_word_embeddings"),
-    *("quantization", "quantization_config", IN_CONFIG),
+    *("model_type", "num_hidden_layers", "max_position_embeddings", "tie_word_embeddings"),
+    *("original_max_position_embeddings", "quantization", "quantization_config", IN_CONFIG),
 }
 
 
@@ -44,41 +48,53 @@ def refuse_unread(
         given: the original configuration; of a family whose settings are listed, nothing is tried.
         where: the checkpoint, for messages.
     """
+    if found := unread(family, config, given, where):
+        said = ", ".join(f"{key} = {value!r:.60}" for key, value in found.items())
+        raise BundleError(
+            f"{where}: {said}: mlx-lm's {family} does not compute with it; if the original model "
+            "computes without it, delete it there" + _way_out(found, given)
+        )
+
+
+def unread(
+    family: str, config: dict[str, Any], given: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """The settings that `refuse_unread` refuses, with their values."""
     model_type = given.get("model_type")
     if model_type is None or has_list(family, model_type):
-        return
+        return {}
     defaults = default_settings(model_type, family)
     settings = settings_of(dict(given), family, where)
     known = arguments_of(family)
-    before = None
-    unread = []
+    before = ""
+    found = {}
     for key, value in settings.items():
-        if key in _SIZES | neutral_settings() or is_neutral_name(key):
-            continue
-        if _is_off(key, value, settings):
+        if _is_neutral(key) or _is_off(key, value, settings):
             continue
         if defaults is not None and key not in defaults and key not in known:
             continue  # of which the checkpoint's reader has told
         if key in known:
-            before = before or _signature(family, config)
+            before = before or _checked(family, config, where)
             if _traced(family, {**config, key: another_value(key, value)}) != before:
                 continue
         if defaults is None or "window" in key or defaults.get(key) != value:
-            unread.append(f"{key} = {value!r:.60}")
-    if unread:
-        raise BundleError(
-            f"{where}: {', '.join(unread)}: mlx-lm's {family} does not compute with it; if the "
-            "original model computes without it, delete it there"
-            + _way_out(settings)
-            * any("window" in text for text in unread)
-        )
+            found[key] = value
+    return found
 
 
-def _way_out(settings: Mapping[str, Any]) -> str:
-    longest = settings.get("max_position_embeddings")
+def _is_neutral(key: str) -> bool:
+    """Whether a setting computes nothing, or is the size of a tensor, which its shape confirms."""
+    if key in _SIZES or key in neutral_settings() or is_neutral_name(key):
+        return True
+    return key.endswith("_size") and not re.search("window|chunk", key)
+
+
+def _way_out(found: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    if not any("window" in key for key in found):
+        return ""
     return (
         "; or, to train on sequences within the window, set max_position_embeddings (now "
-        f"{longest}) to at most its width"
+        f"{given.get('max_position_embeddings')}) to at most its width"
     )
 
 
@@ -119,7 +135,7 @@ def another_value(key: str, value: Any) -> Any:
 def _other(value: Any) -> Any:
     swapped = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
     if isinstance(value, str):
-        return swapped.get(value, value)
+        return swapped.get(value, f"no {value}")
     return 1 - value if value in (0, 1) else value
 
 
@@ -127,10 +143,18 @@ def _traced(family: str, config: dict[str, Any]) -> str:
     """Equal for models that compute the same; what is wrong with one that cannot run."""
     try:
         return _signature(family, config)
-    except (BundleError, ArithmeticError, AttributeError, LookupError, RuntimeError) as problem:
+    except _PROBLEMS as problem:
         return f"{type(problem).__name__}: {problem}"
-    except (TypeError, ValueError, NotImplementedError, AssertionError) as problem:
-        return f"{type(problem).__name__}: {problem}"
+
+
+def _checked(family: str, config: dict[str, Any], where: str) -> str:
+    """The same of a model that must run."""
+    try:
+        return _signature(family, config)
+    except _PROBLEMS as problem:
+        raise BundleError(
+            f"{where}: {family} cannot be run with this configuration: {problem}"
+        ) from problem
 
 
 def _signature(family: str, config: dict[str, Any]) -> str:
@@ -142,9 +166,13 @@ def _signature(family: str, config: dict[str, Any]) -> str:
             logits = taps.model(mx.zeros((1, PROBE), dtype=mx.int32))
         recorded.clear()
         recorded.extend(
-            (type(call).__name__, call.name, getattr(call, "scale", None), call.output.shape)
+            (
+                call.name,
+                getattr(call, "scale", None),
+                getattr(call, "bias", None),
+                call.output.shape,
+            )
             for call in tape.calls
-            if not isinstance(call, LinearCall) or call.bias is not None
         )
         masks = [mask for mask in tape.masks if isinstance(mask, mx.array)]
         recorded.append([mask for mask in tape.masks if not isinstance(mask, mx.array)])

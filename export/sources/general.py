@@ -12,9 +12,12 @@ import inspect
 import io
 import re
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any
+
+import numpy as np
 
 from export.sources.rope import checked_scaling
 from export.sources.windows import pattern_of
@@ -22,6 +25,7 @@ from runtime.core.errors import BundleError
 
 # names that mlx-lm's classes have for the same setting, the first of which is transformers'
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_transformer_layers")
+_LAYER_NAMES = {"granitemoehybrid": {"full_attention": "attention", "linear_attention": "mamba"}}
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
 _MAX_LAYERS = 1024
@@ -31,14 +35,6 @@ _ABSENT = {
     **{"rope_scaling": None, "sliding_window": None, "sliding_window_pattern": None},
     **{"attention_bias": False, "mlp_bias": False, "post_norm": False, "qk_norm": True},
 }
-
-
-class _Shaped(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-Stored = TypeVar("Stored", bound=_Shaped)
 
 
 def model_module(family: str, where: str = "config") -> ModuleType:
@@ -88,14 +84,22 @@ def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
     said = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        made: dict[str, Any] = (
-            transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(raw).to_dict()
-        )
+        whole = transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(_decoded(raw))
+        made: dict[str, Any] = whole.to_dict()
     except StrictDataclassError as e:
         raise ValueError(str(e)) from e
     finally:
         transformers.logging.set_verbosity(said)
     return made
+
+
+def _decoded(value: Any) -> Any:
+    """A configuration's value, with numbers such as {"__float__": "Infinity"} as they are."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(inner) for key, inner in value.items()}
+    return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 
 
 def model_class(model_type: str) -> str | None:
@@ -168,6 +172,8 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
         if value is not None:
             full[next((name for name in names if name in known), names[0])] = value
     full["rope_scaling"] = checked_scaling(scope, full, where)
+    if words := _LAYER_NAMES.get(family):
+        full["layer_types"] = [words.get(one, one) for one in full.get("layer_types") or []]
     if "layer_types" not in known and "sliding_window_pattern" in known and full.get("layer_types"):
         written = str(_parameters(family)["sliding_window_pattern"].annotation)
         full["sliding_window_pattern"] = pattern_of(
@@ -190,33 +196,74 @@ def _one_scope(nested: dict[str, Any], known: set[str], where: str) -> dict[str,
     return dict(first)
 
 
-def renamed(model: Any, tensors: Mapping[str, Stored], where: str) -> dict[str, Stored]:
-    """A checkpoint's tensors by the names that mlx-lm's `model` gives them in `sanitize`.
+def tensors_made(
+    model: Any, shapes: Mapping[str, tuple[int, ...]], where: str
+) -> dict[str, tuple[str, int, int]]:
+    """The tensors that mlx-lm's `model` makes of a checkpoint's in `sanitize`.
 
-    It is run on arrays of zeros, which are never evaluated. Raises BundleError where it makes
-    other tensors of some, as by splitting them.
+    Each by its name is the name of the checkpoint's tensor, its first row in there, and its rows.
+    `sanitize` is run on arrays that hold the numbers of their rows and columns, which take no
+    memory. Raises BundleError where it does anything else than to rename tensors, to split them by
+    rows, and to leave some out.
     """
     import mlx.core as mx
 
     if not hasattr(model, "sanitize"):
-        return dict(tensors)
-    lazy = {name: mx.zeros(tensor.shape) for name, tensor in tensors.items()}
-    names = {id(array): name for name, array in lazy.items()}
+        return {name: (name, 0, shape[0] if shape else 1) for name, shape in shapes.items()}
+
+    heights = [shape[0] if shape else 1 for shape in shapes.values()]
+    starts = dict(zip(shapes, accumulate(heights[:-1], initial=0), strict=True))
+
+    def numbered(axis: int) -> dict[str, Any]:
+        arrays = {}
+        for name, shape in shapes.items():
+            numbers = mx.arange(shape[axis] if len(shape) > axis else 1)
+            numbers = numbers + starts[name] if axis == 0 else numbers
+            places = [1] * len(shape)
+            if len(shape) > axis:
+                places[axis] = -1
+            arrays[name] = mx.broadcast_to(numbers.reshape(places), shape)
+        return arrays
+
+    rows_in, columns_in = numbered(0), numbered(1)
+    names = {id(array): name for name, array in rows_in.items()}
     try:
-        found = model.sanitize(dict(lazy))
+        rows_out, columns_out = model.sanitize(dict(rows_in)), model.sanitize(dict(columns_in))
     except (LookupError, ValueError, TypeError, AttributeError) as e:
         raise BundleError(f"{where}: mlx-lm cannot read these tensors: {e!r:.200}") from e
-    if made := [name for name, array in found.items() if id(array) not in names]:
-        raise BundleError(
-            f"{where}: mlx-lm makes {len(made)} tensors of others, such as {made[0]}; that is not "
-            "supported"
-        )
-    return {name: tensors[names[id(array)]] for name, array in found.items()}
+    made = {}
+    for name, array in rows_out.items():
+        source = names.get(id(array))
+        if source is not None:
+            made[name] = (source, 0, shapes[source][0] if shapes[source] else 1)
+            continue
+        part = _rows_of(array, columns_out[name], shapes, starts)
+        if part is None:
+            raise BundleError(f"{where}: mlx-lm rearranges {name}, which is not supported")
+        made[name] = part
+    return made
 
 
-_OF_TOKENS = re.compile("drop|_token_id$|_token_index$|_token_ids$")
+def _rows_of(
+    rows: Any, columns: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
+) -> tuple[str, int, int] | None:
+    """The tensor, the first row and the number of rows of an array of numbers, if it is such."""
+    if rows.ndim != 2:
+        return None
+    numbers, across = np.array(rows[:, 0]), np.array(columns[0])
+    source = max((name for name in starts if starts[name] <= numbers[0]), key=starts.__getitem__)
+    first = int(numbers[0]) - starts[source]
+    consecutive = np.array_equal(numbers, numbers[0] + np.arange(len(numbers)))
+    inside = first + len(numbers) <= shapes[source][0] and len(shapes[source]) == 2
+    if not (consecutive and inside and np.array_equal(across, np.arange(shapes[source][1]))):
+        return None
+    return source, first, len(numbers)
+
+
+# dropout, numbers of tokens, and blocks that are refused where there are any
+_NEUTRAL = re.compile("drop|_token_id$|_token_index$|_token_ids$|^mamba_|^router_")
 
 
 def is_neutral_name(key: str) -> bool:
     """Whether a setting of any type, by its name, does not change what a model computes."""
-    return bool(_OF_TOKENS.search(key))
+    return bool(_NEUTRAL.search(key))

@@ -20,7 +20,7 @@ from export.sources.families import (
     parameter_shapes,
     text_config,
 )
-from export.sources.general import completed, renamed
+from export.sources.general import completed, tensors_made
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
 from export.sources.safetensors_files import (
     FLOAT_TYPES,
@@ -30,7 +30,7 @@ from export.sources.safetensors_files import (
     read_json,
 )
 from export.sources.settings import unknown_settings
-from export.sources.source import Checkpoint, check_tensors, first_names, slices
+from export.sources.source import RENAMED, Checkpoint, check_tensors, first_names, slices
 from export.sources.tokenizer import folder_tokenizer
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_CONFIG, checked
@@ -62,7 +62,7 @@ class HFCheckpoint(Checkpoint):
         where = f"{folder}/config.json"
         text = text_config(raw, where)
         model = build_model(family, normalise_config(raw, where, True), where)
-        self._tensors, others = _language_model(files, model, str(folder))
+        self._tensors, others, renamed = _language_model(files, model, str(folder))
         if "text_config" in raw:  # what sees or hears is left out, as the text model alone is read
             others = [name for name in others if not is_of_tower(name)]
         if others:
@@ -106,6 +106,8 @@ class HFCheckpoint(Checkpoint):
             "files": [{"name": file.name, "bytes": file.bytes} for file in files],
             "types": sorted({self._tensors[name].dtype for name in expected}),
         }
+        if renamed:
+            provenance[RENAMED] = True
         if digests := checked(config.pop(IN_CONFIG, []), where):
             provenance["fused"] = {"adapters": digests}
         super().__init__(family, config, provenance, expected)
@@ -196,10 +198,11 @@ def _refuse_others(folder: Path) -> None:
 
 def _language_model(
     files: list[SafetensorsFile], model: Any, where: str
-) -> tuple[dict[str, StoredTensor], list[str]]:
+) -> tuple[dict[str, StoredTensor], list[str], bool]:
     """The language model's tensors, by the names in mlx-lm's `model`, and the names of the others.
 
-    Raises BundleError where there is none, or two have the same name.
+    And whether mlx-lm has other tensors than the checkpoint. Raises BundleError where there is
+    none, or two have the same name.
     """
     tensors: dict[str, StoredTensor] = {}
     for tensor in (tensor for file in files for tensor in file.tensors.values()):
@@ -211,8 +214,13 @@ def _language_model(
             )
         tensors[name] = tensor
     expected = parameter_shapes(model)
+    own = {*tensors}
     if not tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}:
-        tensors = renamed(model, tensors, where)
+        made = tensors_made(model, {name: tensor.shape for name, tensor in tensors.items()}, where)
+        tensors = {
+            name: tensors[source].part(first, rows) if tensors[source].shape else tensors[source]
+            for name, (source, first, rows) in made.items()
+        }
     parts = _parts(expected)
     others = [tensor.name for name, tensor in tensors.items() if not name.startswith(parts)]
     tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(parts)}
@@ -223,7 +231,7 @@ def _language_model(
             f"{example.partition('.0.')[0]}.0; they are {first_names([*others, *tensors])}; save "
             "it with transformers' save_pretrained, as a model for causal language modelling"
         )
-    return tensors, others
+    return tensors, others, not own >= tensors.keys()
 
 
 def _number(name: str) -> bool:
