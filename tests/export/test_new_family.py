@@ -18,7 +18,7 @@ import pytest
 from model_types.tiny import tiny
 from oracles import whole_model as reference
 from support.bundles import runnable, settings
-from support.checkpoints import write_folder
+from support.checkpoints import weights_of, write_folder
 from support.fusing import fused_model, silent
 from support.logits import apart, engine_logits, mlx_lm_logits
 from support.models import CLOSE, adapters_of, agree, mebp, model_of, rows_of
@@ -29,8 +29,9 @@ from support.source_rules import modules, parsed, relative
 from export.bundle import export_bundle
 from export.cut.unread import refuse_unread
 from export.fused.checkpoint import write_checkpoint
-from export.sources.families import FIXED, MODEL_TYPES, expected_shapes, normalise_config
+from export.sources.families import FIXED, MODEL_TYPES, normalise_config
 from export.sources.open import open_checkpoint
+from export.sources.random import PRESETS
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, UsageError
 from runtime.engine.sample import Row
@@ -48,12 +49,9 @@ TYPES = ("granite", "olmo2", "phi3", "smollm3")
 def written(folder: Path, model_type: str, **changes: Any) -> Path:
     """A checkpoint with random weights; its configuration is as transformers writes it."""
     raw = tiny(model_type, **changes)
-    config = normalise_config(raw, "x", not raw["tie_word_embeddings"])
-    rng = np.random.default_rng(0)
-    arrays = {}
-    for name, shape in expected_shapes(config["model_type"], config).items():
-        noise = rng.standard_normal(shape).astype(np.float32)
-        arrays[name] = noise / np.sqrt(shape[1]) if len(shape) > 1 else 1 + noise / 10
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "of this type", raw)
+        _, arrays = weights_of("of this type")
     return write_folder(folder, raw, arrays)
 
 
@@ -89,7 +87,9 @@ def test_its_logits_gradients_and_losses_are_the_dense_models(
     )
     shape = (1, BUCKET, bundle.manifest.hidden_size)
     scratch = Activations(tmp_path, 1, 2 * len(rows), shape)
-    method = ZerothOrder(lambda _: model, adapters, scratch, oracle.noise, 1e-3, TwoPoint(1), 0.0, lanes=2)
+    method = ZerothOrder(
+        lambda _: model, adapters, scratch, oracle.noise, 1e-3, TwoPoint(1), 0.0, lanes=2
+    )
     mean, slopes = oracle.step(model, rows, 0, 1e-2)
     result = method.step(0, 1e-2, [rows])
     assert result.record == [1e-2, slopes]
@@ -133,7 +133,11 @@ def test_a_type_that_was_not_compared_runs_only_if_asked_for(tmp_path: Path) -> 
         ("mistral", {"sliding_window": 16}, "sliding_window = 16: mlx-lm's llama does not"),
         ("phi3", {"sliding_window": 16}, "sliding_window = 16"),
         ("granite", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
-        ("smollm3", {"sliding_window": 16, "use_sliding_window": True}, "use_sliding_window = True"),
+        (
+            "smollm3",
+            {"sliding_window": 16, "use_sliding_window": True},
+            "use_sliding_window = True",
+        ),
         ("mistral", {"sliding_window": 256}, None),
         ("mistral", {"sliding_window": None}, None),
     ],

@@ -30,28 +30,28 @@ def main(words: list[str]) -> int:
     """Try the types that are named, or all; returns the exit code."""
     prepare()
     states = dict(tried_types()) if words else {}
-    for model_type in words or [name for name in model_types() if is_model(name)]:
-        states[model_type] = state_of(model_type)
-        print(model_type, states[model_type], flush=True)
+    chosen = words or [name for name in model_types() if is_model(name)]
+    refused = {name: missing(name, why) for name in chosen if (why := refusal(name))}
+    none = [name for name in chosen if name not in refused and not completed({"model_type": name})]
+    states |= refused | dict.fromkeys(none, NO_CLASS)
+    with tempfile.TemporaryDirectory() as name:
+        compared = [one for one in chosen if one not in refused and one not in none]
+        made_elsewhere(Path(name), compared, 7)
+        for model_type in compared:
+            states[model_type] = apart(Path(name), model_type)
+            print(model_type, states[model_type], flush=True)
     FILE.write_text(json.dumps(dict(sorted(states.items())), indent=2) + "\n")
     PAGE.write_text(page(states))
     return 0
 
 
-def state_of(model_type: str) -> float | str:
-    """The largest difference of a type's logits from transformers', or why there is none."""
-    if why := refusal(model_type):
-        return missing(model_type, why)
-    if completed({"model_type": model_type}) is None:
-        return NO_CLASS
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        made_elsewhere(folder, [model_type], 7, changed=True)
-        found = {path.name: difference(path) for path in folder.iterdir()}
-    base = found.pop(model_type)
+def apart(folder: Path, model_type: str) -> float | str:
+    """The larger difference of a type's two models from transformers', or why there is none."""
+    base, changed = (difference(folder / f"{model_type}{more}") for more in ("", ",changed"))
+    print(model_type, base, changed, flush=True)
     if isinstance(base, str):
         return f"not compared: {base}"
-    return float(f"{max([base, *(d for d in found.values() if isinstance(d, float))]):.1e}")
+    return float(f"{base if isinstance(changed, str) else max(base, changed):.1e}")
 
 
 def page(states: dict[str, float | str]) -> str:

@@ -56,6 +56,8 @@ OF_TYPE: dict[str, Settings] = {
     "granitemoehybrid": {"layer_types": ["full_attention"] * 4, "num_local_experts": 0},
     **{name: {"sliding_window": None} for name in ("mistral", "phi3", "starcoder2")},
 }
+# what is not changed: names, and what is done at the two ends for all types alike
+ALWAYS = ("model_type", "tie_word_embeddings", "time_step_limit")
 _FACTORS = re.compile("multipl|scal")
 
 
@@ -106,8 +108,13 @@ def changes(model_type: str) -> Iterator[Settings]:
     family = family_of(model_type)
     if has_list(family, model_type):
         return
-    base = default_settings(model_type, family) or {}
-    for key in sorted(base.keys() & arguments_of(family)):
-        value = tiny(model_type).get(key, base[key])
-        if key not in SIZES and key != "model_type" and isinstance(value, bool | float | list):
+    base = tiny(model_type)
+    settings = {**(default_settings(model_type, family) or {}), **base}
+    for key in sorted(settings.keys() & arguments_of(family) - {*SIZES, *ALWAYS}):
+        value = settings[key]
+        if key in ("partial_rotary_factor", "rotary_pct"):
+            yield {key: 0.75 if value == 0.5 else 0.5}
+        elif isinstance(value, list) and value != value[::-1]:
+            yield {key: value[::-1]}
+        elif isinstance(value, bool | float):
             yield {key: another_value(key, value)}

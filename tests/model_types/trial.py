@@ -16,13 +16,13 @@ from support.peers import run_script
 
 from export.bundle import export_bundle
 from export.cut.model import cut_model
+from export.cut.unread import unread
 from export.sources.families import normalise_config
 from export.sources.general import model_module
 from model_types.tiny import Settings, changes, family_of, tiny
 from runtime.core.errors import BundleError, UsageError
 
 BUCKET = 64
-BASE = "base"
 
 
 def refusal(model_type: str) -> str | None:
@@ -36,15 +36,26 @@ def refusal(model_type: str) -> str | None:
     return None
 
 
-def made_elsewhere(folder: Path, model_types: Sequence[str], seed: int, changed: bool) -> None:
-    """Let transformers make checkpoints of types, as they are and, if `changed`, with changes.
+def accepted(model_type: str) -> Settings:
+    """Changes of a type's settings, all at once, without those that are refused."""
+    changed: Settings = {}
+    for case in changes(model_type):
+        changed |= case
+    try:
+        raw = tiny(model_type, **changed)
+        config = normalise_config(raw, model_type, not raw.get("tie_word_embeddings"))
+        refused = unread(config["model_type"], config, raw, model_type)
+    except (BundleError, ValueError) as problem:
+        print(model_type, "with all settings changed:", problem)
+        return {}
+    return {key: value for key, value in changed.items() if key not in refused}
 
-    Each is FOLDER/TYPE, or FOLDER/TYPE,KEY for a change.
-    """
+
+def made_elsewhere(folder: Path, model_types: Sequence[str], seed: int) -> None:
+    """Let transformers make checkpoints of types: FOLDER/TYPE, and FOLDER/TYPE,changed."""
     for model_type in model_types:
-        cases: list[Settings] = [{}, *(changes(model_type) if changed else ())]
-        for case in cases:
-            path = folder / ",".join([model_type, *case])
+        for name, case in ((model_type, {}), (f"{model_type},changed", accepted(model_type))):
+            path = folder / name
             path.mkdir(parents=True)
             (path / "config.json").write_text(json.dumps(tiny(model_type, **case)))
     run_script(("torch", "transformers"), "transformers_random.py", folder, seed)
