@@ -92,7 +92,16 @@ class Tape:
         return call.output
 
 
-class _LinearTap:
+class _Tap:
+    """Stands in for a module with a matrix."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{self.__dict__.get('name')} is used otherwise than by a call ({name})"
+        )
+
+
+class _LinearTap(_Tap):
     """Stands in for a linear layer."""
 
     def __init__(self, taps: Taps, name: str, linear: nn.Linear) -> None:
@@ -106,7 +115,7 @@ class _LinearTap:
         return tape.record(LinearCall(self.name, (x,), output, self.bias))
 
 
-class _EmbeddingTap:
+class _EmbeddingTap(_Tap):
     """Stands in for an embedding, which a tied model also uses as its head."""
 
     def __init__(self, taps: Taps, name: str, embedding: nn.Embedding) -> None:

@@ -2,7 +2,8 @@
 
 mlx-lm's classes compute their architecture as it is by default, and pass over some settings in
 silence: its Llama sees all tokens, whatever its `sliding_window`. Such a setting is refused by
-name, unless it is off, or transformers' default.
+name, unless it is off, or transformers' default. Windows, and parts of heads that are turned, are
+refused even so: classes were found that pass over them.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def unread(
             before = before or _checked(family, config, where)
             if _traced(family, {**config, key: another_value(key, value)}) != before:
                 continue
-        if defaults is None or "window" in key or defaults.get(key) != value:
+        changes_layers = re.search("window|rotary", key)  # for which defaults have been passed over
+        if defaults is None or changes_layers or defaults.get(key) != value:
             found[key] = value
     return found
 
@@ -126,7 +128,7 @@ def another_value(key: str, value: Any) -> Any:
     if isinstance(value, float):
         return 1.25 * value + 0.125
     if isinstance(value, str):
-        return "gelu" if value == "relu" else "relu"
+        return {"relu": "gelu", "rope": "nope"}.get(value, "relu")
     if isinstance(value, list | tuple):
         return [_other(one) for one in value]
     return None

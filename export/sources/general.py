@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import math
 import re
 from collections.abc import Mapping
 from itertools import accumulate
@@ -20,12 +21,14 @@ from typing import Any
 import numpy as np
 
 from export.sources.rope import checked_scaling
-from export.sources.windows import pattern_of
+from export.sources.windows import FULL, pattern_of
 from runtime.core.errors import BundleError
 
 # names that mlx-lm's classes have for the same setting, the first of which is transformers'
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_transformer_layers")
+_SCALES_FULL_ALONE = {"olmo3"}  # in layers with a window, positions are not scaled
 _LAYER_NAMES = {"granitemoehybrid": {"full_attention": "attention", "linear_attention": "mamba"}}
+_SAME = (_LAYERS, ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"))
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
 _MAX_LAYERS = 1024
@@ -86,8 +89,8 @@ def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
     try:
         whole = transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(_decoded(raw))
         made: dict[str, Any] = whole.to_dict()
-    except StrictDataclassError as e:
-        raise ValueError(str(e)) from e
+    except (StrictDataclassError, LookupError) as e:
+        raise ValueError(f"transformers refuses it: {e}") from e
     finally:
         transformers.logging.set_verbosity(said)
     return made
@@ -140,30 +143,44 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
     config = {
         key: value
         for key, value in full.items()
-        if key in known or key in ("vocab_size", "max_position_embeddings")
-        if value is not None or "window" in key
+        if key in known or key in ("vocab_size", "max_position_embeddings", "pad_token_id")
+        if (value is not None or "window" in key) and _is_finite(value)
     }
-    heads = config.get("num_attention_heads")
-    for name, parameter in _parameters(family).items():  # transformers may have no such setting
-        if name in config or (name != "num_key_value_heads" and parameter.default is not _NEEDED):
-            continue
-        if name == "num_key_value_heads" and heads is not None:
-            config[name] = heads
-        elif name == "head_dim" and heads and full.get("hidden_size"):
-            config[name] = full["hidden_size"] // heads
-        elif name in _ABSENT:
-            config[name] = _ABSENT[name]
+    config |= _others_needed(family, config, full)
     tied = full.get("tie_word_embeddings")
     config["tie_word_embeddings"] = not has_lm_head if has_lm_head or tied is None else tied
     return {**config, "model_type": family, "num_hidden_layers": layers}
+
+
+def _others_needed(family: str, config: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+    """What mlx-lm's class needs and transformers has under another name, or no setting for."""
+    heads, found = config.get("num_attention_heads"), {}
+    for name, parameter in _parameters(family).items():
+        if name in config or (name != "num_key_value_heads" and parameter.default is not _NEEDED):
+            continue
+        same = next((names for names in _SAME if name in names), ())
+        value = next((full[other] for other in same if other in full), _ABSENT.get(name))
+        if name == "num_key_value_heads":
+            value = heads
+        elif name == "head_dim" and heads and full.get("hidden_size"):
+            value = full["hidden_size"] // heads
+        if value is not None or name in _ABSENT:
+            found[name] = value
+    return found
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a manifest can hold a value; limits of time steps may be infinite."""
+    return all(map(_is_finite, value)) if isinstance(value, list | tuple) else value != math.inf
 
 
 def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     """Settings with those of rotary positions under the names that mlx-lm's class has for them."""
     known = arguments_of(family)
     nested = full.get("rope_parameters") or {}
-    scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, known, where)
-    if "rope_parameters" not in known:
+    scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, family, where)
+    base_alone = {*nested} <= {"rope_theta", "rope_type"} and "rope_theta" in known
+    if "rope_parameters" not in known or base_alone:
         full.pop("rope_parameters", None)
     full.pop("rope_scaling", None)
     base = scope.pop("rope_theta", None) or full.get("rope_theta")
@@ -174,6 +191,7 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     full["rope_scaling"] = checked_scaling(scope, full, where)
     if words := _LAYER_NAMES.get(family):
         full["layer_types"] = [words.get(one, one) for one in full.get("layer_types") or []]
+        full["position_embedding_type"] = full.get("position_embedding_type") or "nope"
     if "layer_types" not in known and "sliding_window_pattern" in known and full.get("layer_types"):
         written = str(_parameters(family)["sliding_window_pattern"].annotation)
         full["sliding_window_pattern"] = pattern_of(
@@ -182,18 +200,20 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     return full
 
 
-def _one_scope(nested: dict[str, Any], known: set[str], where: str) -> dict[str, Any]:
+def _one_scope(nested: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     """The settings of rotary positions, which may be given by type of layer."""
     by_type = {key: value for key, value in nested.items() if isinstance(value, dict)}
-    if not by_type or "rope_parameters" in known:
+    if not by_type or "rope_parameters" in arguments_of(family):
         return {key: value for key, value in nested.items() if key not in by_type}
-    first, *others = by_type.values()
-    if any(other != first for other in others):
+    scope = dict(by_type.get(FULL) or next(iter(by_type.values())))
+    plain = {"rope_type": "default", "rope_theta": scope.get("rope_theta")}
+    alike = (scope, plain) if family in _SCALES_FULL_ALONE else (scope,)
+    if any(other not in alike for other in by_type.values()):
         raise BundleError(
             f"{where}: rope_parameters differ between {' and '.join(sorted(by_type))}, which is "
             "not supported for this architecture"
         )
-    return dict(first)
+    return scope
 
 
 def tensors_made(

@@ -53,11 +53,16 @@ OTHERS: Settings = {
 OF_TYPE: dict[str, Settings] = {
     "gpt_neox": {"intermediate_size": 256},
     "gemma3_text": {"num_hidden_layers": 6},
-    "granitemoehybrid": {"layer_types": ["full_attention"] * 4, "num_local_experts": 0},
+    "granitemoehybrid": {
+        "layer_types": ["full_attention"] * 4,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+    },
     **{name: {"sliding_window": None} for name in ("mistral", "phi3", "starcoder2")},
 }
 # what is not changed: names, and what is done at the two ends for all types alike
 ALWAYS = ("model_type", "tie_word_embeddings", "time_step_limit")
+SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _FACTORS = re.compile("multipl|scal")
 
 
@@ -84,6 +89,8 @@ def family_of(model_type: str) -> str:
 
 def tiny(model_type: str, **changes: Any) -> Settings:
     """A configuration of a few thousand weights; factors that are 1 by default are others."""
+    if model_type in MODEL_TYPES:
+        return {"model_type": model_type, "text_config": tiny(MODEL_TYPES[model_type], **changes)}
     defaults = completed({"model_type": model_type})
     if defaults is None:
         known = arguments_of(family_of(model_type))
@@ -118,3 +125,5 @@ def changes(model_type: str) -> Iterator[Settings]:
             yield {key: value[::-1]}
         elif isinstance(value, bool | float):
             yield {key: another_value(key, value)}
+    if "rope_scaling" in arguments_of(family):
+        yield {"rope_scaling": SCALING}

@@ -16,7 +16,7 @@ from support.peers import run_script
 
 from export.bundle import export_bundle
 from export.cut.model import cut_model
-from export.cut.unread import unread
+from export.cut.unread import refuse_unread
 from export.sources.families import normalise_config
 from export.sources.general import model_module
 from model_types.tiny import Settings, changes, family_of, tiny
@@ -37,18 +37,19 @@ def refusal(model_type: str) -> str | None:
 
 
 def accepted(model_type: str) -> Settings:
-    """Changes of a type's settings, all at once, without those that are refused."""
-    changed: Settings = {}
+    """Changes of a type's settings, each of which is not refused beside those before it."""
+    found: Settings = {}
     for case in changes(model_type):
-        changed |= case
-    try:
-        raw = tiny(model_type, **changed)
-        config = normalise_config(raw, model_type, not raw.get("tie_word_embeddings"))
-        refused = unread(config["model_type"], config, raw, model_type)
-    except (BundleError, ValueError) as problem:
-        print(model_type, "with all settings changed:", problem)
-        return {}
-    return {key: value for key, value in changed.items() if key not in refused}
+        try:
+            raw = tiny(model_type, **found, **case)
+            config = normalise_config(raw, model_type, not raw.get("tie_word_embeddings"))
+            refuse_unread(config["model_type"], config, raw, model_type)
+            cut_model(config["model_type"], config)
+        except (BundleError, ValueError) as problem:
+            print(f"{model_type}: {case}: {problem}")
+            continue
+        found |= case
+    return found
 
 
 def made_elsewhere(folder: Path, model_types: Sequence[str], seed: int) -> None:
@@ -96,6 +97,7 @@ _IMPORTS = {
     "switch_layers": "experts",
     "mla": "a product for each head",
 }
+NOT_TRIED = "not tried: no tiny configuration"
 
 
 def missing(model_type: str, why: str) -> str:
@@ -108,6 +110,8 @@ def missing(model_type: str, why: str) -> str:
     imported = (words for name, words in _IMPORTS.items() if f"from .{name} import" in source)
     if found := next(imported, None):
         return found
+    if "nn.Conv1d" in source:
+        return "convolutions"
     if "num_hidden_layers must be" in why:
         return "a model around a text model"
-    return "another structure" if "config" not in why else "no tiny configuration"
+    return "another structure" if "config" not in why else NOT_TRIED
