@@ -189,6 +189,10 @@ def transformers_config(family: str, config: dict[str, Any], dtype: str) -> dict
     if family == "gemma3_text":
         pattern = settings["sliding_window_pattern"]
         settings["layer_types"] = layer_types(pattern, settings["num_hidden_layers"])
+    if isinstance(pattern := settings.get("sliding_window_pattern"), str):  # mlx-lm's: LLLG
+        letters = (pattern * settings["num_hidden_layers"])[: settings["num_hidden_layers"]]
+        settings["layer_types"] = [FULL if letter == "G" else SLIDING for letter in letters]
+        del settings["sliding_window_pattern"]
     # transformers reads the first name up to 4.55, and both after that
     types = {"torch_dtype": dtype, "dtype": dtype}
     known = _CLASSES.get(family) or model_class(family)
