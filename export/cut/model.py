@@ -80,7 +80,7 @@ def cut_model(family: str, config: dict[str, Any]) -> Cut:
 
 def _cut_model(family: str, config: dict[str, Any]) -> Cut:
     model = build_model(family, config)
-    taps = Taps(model, probe_length(model, config))
+    taps = Taps(model, probe_length(model, config), config)
     cut = Cut()
     ends = _EndsCutter(taps)
     for block_type, graphs in (ends.embedding(), ends.head()):

@@ -21,6 +21,11 @@ from mlx.utils import tree_flatten
 from runtime.core.errors import BundleError
 
 SHORTEST_PROBE = 13
+# transformers' names of activations -> MLX's; the last three are one function
+_GELUS = {
+    "gelu": nn.gelu,
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), nn.gelu_approx),
+}
 
 
 def probe_length(model: nn.Module, config: dict[str, Any]) -> int:
@@ -199,10 +204,17 @@ class Taps:
             axis of it is the tokens'.
         path: the name of the list of layers in the model, such as "model.layers".
         cuts: whether the layers have taps, too; without, they run as the model runs them.
+
+    A class of mlx-lm has one of MLX's two GELUs, whichever `config` names: the model runs with that
+    one.
     """
 
-    def __init__(self, model: nn.Module, probe: int, cuts: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, probe: int, config: dict[str, Any], cuts: bool = True
+    ) -> None:
         self.model, self.probe, self.cuts = model, probe, cuts
+        gelu = _GELUS.get(str(config.get("hidden_act") or config.get("hidden_activation")))
+        self.activations = {} if gelu is None else {"gelu": gelu, "gelu_approx": gelu}
         self.tape = Tape()
         self.path, owner, key = _longest_list(model)
         self.layers = [LayerTap(self, i, layer) for i, layer in enumerate(owner[key])]
@@ -245,9 +257,14 @@ class Taps:
         original = mx.fast.scaled_dot_product_attention
         previous, self.tape = self.tape, tape
         mx.fast.scaled_dot_product_attention = attention
+        own = {name: getattr(nn, name) for name in self.activations}
         try:
+            for name, function in self.activations.items():
+                setattr(nn, name, function)
             yield tape
         finally:
+            for name, function in own.items():
+                setattr(nn, name, function)
             mx.fast.scaled_dot_product_attention = original
             self.tape = previous
 

@@ -160,7 +160,7 @@ def _checked(family: str, config: dict[str, Any], where: str) -> str:
 
 
 def _signature(family: str, config: dict[str, Any]) -> str:
-    taps = Taps(build_model(family, config), PROBE, cuts=False)
+    taps = Taps(build_model(family, config), PROBE, config, cuts=False)
     recorded: list[Any] = []
 
     def run(x: mx.array) -> list[mx.array]:

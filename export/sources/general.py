@@ -32,6 +32,11 @@ _SAME = (_LAYERS, ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_eps
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
 _MAX_LAYERS = 1024
+# what is kept although mlx-lm's class may not take it
+_KEPT = (
+    *("vocab_size", "max_position_embeddings", "pad_token_id"),
+    *("hidden_act", "hidden_activation"),
+)
 _NEEDED = inspect.Parameter.empty  # the default of an argument without one
 # arguments that classes of mlx-lm need and transformers has no setting for -> what it computes
 _ABSENT = {
@@ -143,7 +148,7 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
     config = {
         key: value
         for key, value in full.items()
-        if key in known or key in ("vocab_size", "max_position_embeddings", "pad_token_id")
+        if key in known or key in _KEPT
         if (value is not None or "window" in key) and _is_finite(value)
     }
     config |= _others_needed(family, config, full)

@@ -120,8 +120,8 @@ def test_mlx_lm_reads_what_is_fused(bundle: Bundle, rng: Rng, tmp_path: Path) ->
 
 
 def test_a_type_that_was_not_compared_runs_only_if_asked_for(tmp_path: Path) -> None:
-    folder = written(tmp_path / "hf", "glm")
-    with pytest.raises(UsageError, match=r"'glm' has not been compared .* add --unverified"):
+    folder = written(tmp_path / "hf", "internlm2")
+    with pytest.raises(UsageError, match=r"'internlm2' has not been compared .* add --unverified"):
         export_bundle(settings(folder, tmp_path / "bundle"))
     said = export_bundle(settings(folder, tmp_path / "bundle", unverified=True, group_size=32))
     assert "has not been compared" in str(said.manifest.provenance)
