@@ -81,14 +81,11 @@ def page(states: dict[str, float | str]) -> str:
     for name, why in states.items():
         if isinstance(why, str) and name not in unknown:
             refused.setdefault(why, []).append(name)
-    rows = [
-        "| state | types |",
-        "| --- | --- |",
-        f"| {len(works)} work | {', '.join(works)} |",
-        f"| {len(apart)} unverified: other logits | "
-        f"{', '.join(f'{name} ({d:.0e})' for name, d in apart.items())} |",
-        f"| {len(unknown)} unverified: not compared | {', '.join(unknown)} |",
-    ]
+    rows = ["| state | types |", "| --- | --- |", f"| {len(works)} work | {', '.join(works)} |"]
+    if apart:
+        listed = ", ".join(f"{name} ({d:.0e})" for name, d in apart.items())
+        rows.append(f"| {len(apart)} unverified: other logits | {listed} |")
+    rows.append(f"| {len(unknown)} unverified: not compared | {', '.join(unknown)} |")
     rows += [
         f"| {len(names)} {'' if why == NOT_TRIED else 'refused: '}{why} | {', '.join(names)} |"
         for why, names in sorted(refused.items(), key=lambda item: -len(item[1]))
