@@ -17,6 +17,7 @@ import msgspec
 
 from export.config.export import ExportConfig
 from export.cut.model import Cut, cut_model
+from export.cut.unread import refuse_unread
 from export.graph_files import set_device, write_graphs
 from export.original import Original
 from export.passes.engine import ExportEngine
@@ -25,6 +26,7 @@ from export.sources.families import check_lengths
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from export.sources.tokenizer import tokenizer_warnings
+from export.sources.verified import unverified
 from export.stored import QuantizedForm, StoredForm
 from export.tensors import Tensors
 from runtime.arrays.stored import File, Graph
@@ -56,7 +58,8 @@ def export_bundle(
         DataError: the calibration data cannot be used.
         StorageError: the disk is full, and nothing is left behind, or the user's cache folder
             cannot be written.
-        UsageError: the destination exists, or the settings do not suit the model.
+        UsageError: the destination exists, the settings do not suit the model, or its type has not
+            been verified.
     """
     if make_engine is None and (config.calibrate is not None or config.bits == "auto"):
         raise ValueError("calibration and --bits auto run the model, which takes an engine")
@@ -65,6 +68,7 @@ def export_bundle(
         tokenizer = checkpoint.tokenizer_files()
         embedded = checkpoint.config["vocab_size"]
         odd = tokenizer_warnings(tokenizer, embedded)
+        odd += unverified(checkpoint, config.unverified)
         for text in (*checkpoint.warnings, *odd):
             note(warning(text))
         if odd:
@@ -86,6 +90,8 @@ def _export(
     check_lengths(checkpoint.family, checkpoint.config, config.seq_lens)
     device = set_device(config.device)
     cut = cut_model(checkpoint.family, checkpoint.config)
+    source = str(checkpoint.provenance["name"])
+    refuse_unread(checkpoint.family, checkpoint.config, checkpoint.given, source)
     config.lora.check_targets(linear_names(cut))
     stored, copied = stored_forms(config, checkpoint, cut)
     _check_space(config, checkpoint, writer, stored)

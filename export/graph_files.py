@@ -11,7 +11,7 @@ import mlx.core as mx
 from export.cut.graphs import TracedFunction
 from export.cut.model import Cut, cut_model
 from export.cut.trace import serialize
-from export.sources.families import MODEL_TYPES
+from export.sources.general import model_module
 from runtime.arrays.stored import Graph
 from runtime.bundle.checks import check_manifest
 from runtime.bundle.manifest import Manifest
@@ -46,11 +46,7 @@ def trace_graphs(manifest: Manifest, device: str, folder: Path) -> None:
         BundleError: the architecture is not supported, or the model has other programs here than
             the bundle's manifest says.
     """
-    if manifest.family not in MODEL_TYPES.values():
-        raise BundleError(
-            f"architecture {manifest.family!r:.40} is not supported; supported are "
-            f"{', '.join(sorted(set(MODEL_TYPES.values())))}"
-        )
+    model_module(manifest.family, "the bundle")
     if (said := manifest.config.get("num_hidden_layers")) != len(manifest.layers):
         raise BundleError(
             f"the bundle has {len(manifest.layers)} layers, its configuration says {said!r:.40}"

@@ -14,7 +14,7 @@ from gguf import GGUFType, GGUFWriter, Keys, LlamaFileType
 
 from export.adapters.adapter import Adapter, base_model
 from export.sources.gguf_file import is_adapter
-from export.sources.gguf_names import ARCHITECTURES, architecture_of, model_rows, tensor_names
+from export.sources.gguf_names import architecture_of, model_rows, tensor_names
 from runtime.adapters.names import A, B
 from runtime.core.errors import UsageError
 from runtime.core.files import flush_path, storage_errors
@@ -33,11 +33,7 @@ def write_gguf(adapter: Adapter, output: Path, force: bool, base: str | None) ->
         StorageError: it cannot be written.
     """
     manifest = adapter.manifest
-    if manifest.family not in ARCHITECTURES.values():
-        raise UsageError(
-            f"--to gguf: how llama.cpp names the tensors of {manifest.family} is not known; known "
-            f"are {', '.join(sorted(ARCHITECTURES.values()))}"
-        )
+    architecture_of(manifest.family)
     if output.is_dir():
         raise UsageError(
             f"{output} is a folder, and llama.cpp's adapter is one file; give --output "

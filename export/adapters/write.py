@@ -12,6 +12,7 @@ from safetensors.numpy import save
 
 from export.adapters.adapter import Adapter, base_model
 from export.adapters.gguf import write_gguf
+from export.sources.source import refuse_renamed
 from export.stored import F32
 from runtime.adapters import mlx_lm, peft
 from runtime.adapters.names import outer_name
@@ -38,6 +39,8 @@ def write_adapter(
         UsageError: the output exists, or the format cannot hold this adapter.
         StorageError: it cannot be written.
     """
+    if form != "mlx":
+        refuse_renamed(adapter.manifest.provenance, f"--to {form}")
     _WRITERS[form](adapter, text_path(output), force, base)
 
 

@@ -63,6 +63,9 @@ class ExportConfig(DataOptions):
     )
     output: str = output_option(MISSING, "bundle directory to write", "BUNDLE")
     force: bool = option(False, "replace a bundle that is there already")
+    unverified: bool = option(
+        False, "export a model type whose results have not been compared with transformers'"
+    )
     seed: int = option(0, "seed of the weights of random:PRESET; else unused", NOT_NEGATIVE)
     bits: int | str | None = choice(
         None,

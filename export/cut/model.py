@@ -9,7 +9,6 @@ is neither causal nor a sliding window.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -22,11 +21,11 @@ from msgspec.structs import replace
 
 from export.cut.graphs import CutGraph, ElementwiseGraph, cut_graph
 from export.cut.taps import (
-    MASK,
     AttentionCall,
     Call,
     EmbeddingCall,
     LayerCall,
+    LayerTap,
     LinearCall,
     Position,
     Tape,
@@ -81,8 +80,7 @@ def cut_model(family: str, config: dict[str, Any]) -> Cut:
 
 def _cut_model(family: str, config: dict[str, Any]) -> Cut:
     model = build_model(family, config)
-    module = importlib.import_module(f"mlx_lm.models.{family}")
-    taps = Taps(module, model, probe_length(model, config))
+    taps = Taps(model, probe_length(model, config), config)
     cut = Cut()
     ends = _EndsCutter(taps)
     for block_type, graphs in (ends.embedding(), ends.head()):
@@ -93,13 +91,15 @@ def _cut_model(family: str, config: dict[str, Any]) -> Cut:
     types: dict[str, str] = {}  # the names of layers' block types, by signature
     layers: list[Block] = []
     for index, layer in enumerate(taps.layers):
-        name = f"layer{len(types)}"
-        block_type, graphs, signature = _LayerCutter(taps, layer, windows[index], name).cut()
+        name, hidden = f"layer{len(types)}", ends.shape
+        block_type, graphs, signature = _LayerCutter(
+            taps, layer, windows[index], name, hidden
+        ).cut()
         if signature not in types:
             types[signature] = name
             cut.block_types[name] = block_type
             cut.graphs += graphs
-        layers.append(Block(f"model.layers.{index}", types[signature]))
+        layers.append(Block(f"{taps.path}.{index}", types[signature]))
     cut.blocks[1:1] = layers
     return cut
 
@@ -118,7 +118,8 @@ class _EndsCutter:
         self.calls = tape.calls
         self._check_calls()
         self.parameters = _parameters(taps.model)
-        self.shape: Shape = (1, T, self.calls[0].output.shape[-1])
+        self.shape: Shape = (1, T, self.calls[1].inputs[0].shape[-1])
+        self.factor = 1.0  # of the logits, which the head's graph gives its hidden states
         self.passes = self._checked_passes()
 
     def embedding(self) -> tuple[BlockType, list[ElementwiseGraph]]:
@@ -140,6 +141,9 @@ class _EndsCutter:
                 f"the model runs {_described(self.calls)}, where an embedding, {len(layers)} "
                 "layers and one product for the head are expected; such models are not supported"
             )
+        (head,) = (call for call in self.calls if isinstance(call, LinearCall))
+        if head.bias:
+            raise BundleError(f"the head, {head.name}, has a bias; that is not supported")
 
     def _replay(self, outputs: Sequence[mx.array]) -> tuple[list[Call], mx.array]:
         """The calls and the result of the model, whose taps return `outputs`."""
@@ -165,10 +169,7 @@ class _EndsCutter:
                 "embedding: a skip past a layer is not supported"
             )
         if traced.passes[-1] != last:
-            raise BundleError(
-                "the model changes its logits after the head's product, as soft-capping does; that "
-                "is not supported"
-            )
+            self.factor = self._logits_factor()
         for index in range(1, len(self.taps.layers)):
             if traced.passes[index] != index:
                 raise BundleError(
@@ -177,6 +178,24 @@ class _EndsCutter:
                 )
         return traced.passes
 
+    def _logits_factor(self) -> float:
+        """The constant by which the model multiplies its logits, as Granite and Cohere do.
+
+        Raises BundleError where it computes anything else from them.
+        """
+        *before, product = (call.output for call in self.calls)
+        logits = self._replay([*before, mx.ones_like(product)])[1]
+        factor = float(logits.reshape(-1)[0].item())  # type: ignore[arg-type]
+        for size in (1.0, 1e3):  # what caps logits changes large ones
+            values = size * mx.random.normal(product.shape, key=mx.random.key(0))
+            logits = self._replay([*before, mx.array(values)])[1]
+            if logits.shape != values.shape or not mx.allclose(logits, factor * values, 1e-5):
+                raise BundleError(
+                    "the model changes its logits after the head's product, as soft-capping does; "
+                    "that is not supported"
+                )
+        return factor
+
     def _elementwise(
         self, name: str, source: str, target: str, consumer: int
     ) -> tuple[BlockType, list[ElementwiseGraph]]:
@@ -184,7 +203,8 @@ class _EndsCutter:
 
         If the call reads `source` itself, there is nothing to compute, and no `target`.
         """
-        if self.passes[consumer - 1] == consumer - 1:
+        factor = 1.0 if consumer == 1 else self.factor
+        if self.passes[consumer - 1] == consumer - 1 and factor == 1:
             return BlockType(name, source, source, {source: self.shape}, {}, ()), []
         values = {source: self.shape, target: self.shape}
 
@@ -196,7 +216,8 @@ class _EndsCutter:
             embedded = hidden if consumer == 1 else mx.zeros(shape_at(self.shape, length))
             layers = [hidden] * (len(self.calls) - 2)
             outputs = [embedded, *layers, mx.zeros((1, length, 1))]
-            return [self._replay(outputs)[0][consumer].inputs[0]]
+            result = self._replay(outputs)[0][consumer].inputs[0]
+            return [result if factor == 1 else result * factor]
 
         part = cut_graph(
             f"{name}.0",
@@ -211,15 +232,30 @@ class _EndsCutter:
         return block_type, [part.graph]
 
 
+# modules of mlx-lm with other matrices -> what they compute
+_OPERATIONS = {
+    "SwitchLinear": "experts, of which each token takes some",
+    "Conv1d": "a convolution over tokens",
+    "BitLinear": "packed ternary matrices",
+    "MultiLinear": "a product of its own for each head",
+}
+
+
 def _parameters(root: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of a module's parameters outside its taps: the weights of norms and the like."""
-    shapes = {name: tuple(value.shape) for name, value in tree_flatten(root.parameters())}
-    large = {name: shape for name, shape in shapes.items() if len(shape) > 1}
-    if large:
-        raise BundleError(
-            f"the model has matrices that are not linear layers, which is not supported: {large}"
-        )
-    return shapes
+    """Shapes of a module's parameters outside its taps: the weights of norms and the like.
+
+    Raises BundleError for matrices: a program has no operation with them.
+    """
+    for path, module in root.named_modules():
+        large = {
+            f"{path}.{key}".removeprefix("."): tuple(value.shape)
+            for key, value in module.items()
+            if isinstance(value, mx.array) and value.ndim > 1 and not key.startswith("_")
+        }
+        if large:
+            operation = _OPERATIONS.get(type(module).__name__, "matrices that are no linear layers")
+            raise BundleError(f"the model has {operation}, which is not supported: {large}")
+    return {name: tuple(value.shape) for name, value in tree_flatten(root.parameters())}
 
 
 def _set_parameters(root: nn.Module, given: Mapping[str, mx.array]) -> None:
@@ -238,10 +274,11 @@ def _described(calls: Sequence[Call]) -> str:
 class _LayerCutter:
     """Cuts one transformer layer into a block type and its elementwise graphs."""
 
-    def __init__(self, taps: Taps, layer: nn.Module, window: int | None, name: str) -> None:
-        self.taps, self.layer, self.window, self.name = taps, layer, window, name
-        self.parameters = _parameters(layer)
-        hidden: Shape = (1, T, int(taps.inner.embed_tokens.columns))
+    def __init__(
+        self, taps: Taps, tap: LayerTap, window: int | None, name: str, hidden: Shape
+    ) -> None:
+        self.taps, self.tap, self.window, self.name = taps, tap, window, name
+        self.parameters = _parameters(tap.layer)
         self.calls, self.out = self._run(mx.zeros(shape_at(hidden, taps.probe)), None)
         self.output_shapes = [self._symbolic(call.output) for call in self.calls]
         self.values: dict[str, Shape] = {"x": hidden}
@@ -287,7 +324,7 @@ class _LayerCutter:
     ) -> tuple[list[Call], mx.array]:
         """The calls and the result of the layer, whose taps return `outputs`."""
         with self.taps.recording(Tape(outputs)) as tape:
-            out = self.layer(x, MASK, None if position is None else Position(position))
+            out = self.tap.run(x, None if position is None else Position(position))
         return tape.calls, out
 
     def _add_linear(self, call: LinearCall) -> str:
@@ -336,7 +373,7 @@ class _LayerCutter:
             outputs = [mx.zeros(shape_at(shape, length)) for shape in self.output_shapes]
             for index, key in enumerate(available):
                 outputs[index] = given.get(key, outputs[index])
-            _set_parameters(self.layer, given)
+            _set_parameters(self.tap.layer, given)
             calls, out = self._run(x, outputs, position)
             if targets == ["out"]:
                 return [out]

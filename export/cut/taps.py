@@ -7,11 +7,11 @@ computation between two products can be traced.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +21,11 @@ from mlx.utils import tree_flatten
 from runtime.core.errors import BundleError
 
 SHORTEST_PROBE = 13
+# transformers' names of activations -> MLX's; the last three are one function
+_GELUS = {
+    "gelu": nn.gelu,
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), nn.gelu_approx),
+}
 
 
 def probe_length(model: nn.Module, config: dict[str, Any]) -> int:
@@ -29,9 +34,18 @@ def probe_length(model: nn.Module, config: dict[str, Any]) -> int:
     Other dimensions are sizes in its configuration or parameters, or factors of them (a matrix of
     416 rows may be 13 heads of 32). So the length is the smallest that divides none of these.
     """
-    sizes = {value for value in config.values() if type(value) is int and value > 0}
+    sizes = set(_integers(config))
     sizes |= {size for _, value in tree_flatten(model.parameters()) for size in value.shape}
     return next(n for n in count(SHORTEST_PROBE) if all(size % n for size in sizes if size))
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """The positive integers of a configuration, those inside of lists included."""
+    if type(value) is int and value > 0:
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _integers(inner)
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,7 @@ class Tape:
 
     def __init__(self, outputs: Sequence[mx.array] | None = None) -> None:
         self.calls: list[Call] = []
+        self.masks: list[Any] = []  # of attention, in layers that run as they are
         self._outputs = outputs
 
     def output(self, shape: tuple[int, ...]) -> mx.array:
@@ -82,7 +97,16 @@ class Tape:
         return call.output
 
 
-class _LinearTap:
+class _Tap:
+    """Stands in for a module with a matrix."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{self.__dict__.get('name')} is used otherwise than by a call ({name})"
+        )
+
+
+class _LinearTap(_Tap):
     """Stands in for a linear layer."""
 
     def __init__(self, taps: Taps, name: str, linear: nn.Linear) -> None:
@@ -96,7 +120,7 @@ class _LinearTap:
         return tape.record(LinearCall(self.name, (x,), output, self.bias))
 
 
-class _EmbeddingTap:
+class _EmbeddingTap(_Tap):
     """Stands in for an embedding, which a tied model also uses as its head."""
 
     def __init__(self, taps: Taps, name: str, embedding: nn.Embedding) -> None:
@@ -113,22 +137,44 @@ class _EmbeddingTap:
         return tape.record(LinearCall(self.name, (x,), output, bias=False))
 
 
-class _LayerTap:
-    """Stands in for a transformer layer, remembers its mask, and else is that layer."""
+class LayerTap:
+    """Stands in for a transformer layer, remembers how it is called, and else is that layer."""
 
     def __init__(self, taps: Taps, index: int, layer: nn.Module) -> None:
         self.taps, self.index, self.layer = taps, index, layer
+        self.signature = inspect.signature(type(layer).__call__)
         self.mask: Any = None
+        self.names: dict[str, str] = {}  # of its arguments: "x", "mask", "cache"
 
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        self.mask = kwargs.pop("mask") if "mask" in kwargs else args[0]
-        if any(value is not None for value in (*args[1:], *kwargs.values())):
-            raise BundleError(
-                f"layer {self.index} is given more than its input and a mask; such models are not "
-                "supported"
-            )
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        (_, (first, x), *others) = self.signature.bind(
+            self.layer, *args, **kwargs
+        ).arguments.items()
+        self.names, self.mask = {"x": first}, None
+        for name, value in others:
+            role = next((word for word in ("mask", "cache") if word in name), None)
+            if role is not None and role not in self.names:
+                self.names[role] = name
+            if role == "mask":
+                self.mask = value
+            elif value is not None:
+                raise BundleError(
+                    f"layer {self.index} is given more than its input and a mask ({name}); such "
+                    "models are not supported"
+                )
         tape = self.taps.tape
         return tape.record(LayerCall(str(self.index), (x,), tape.output(tuple(x.shape))))
+
+    def run(self, x: mx.array, cache: Position | None) -> mx.array:
+        """The layer itself, with causal attention."""
+        given = {"x": x, "mask": MASK, "cache": cache}
+        out = self.layer(**{name: given[role] for role, name in self.names.items()})
+        if not isinstance(out, mx.array):
+            raise BundleError(
+                f"layer {self.index} returns more than its hidden state; such models are not "
+                "supported"
+            )
+        return out
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)
@@ -151,19 +197,31 @@ class Position:
 class Taps:
     """A model with its taps in place, which record to the current `tape`.
 
-    `probe` is the sequence length to run the model at: no other dimension has this size, so an axis
-    of it is the tokens'.
+    Its layers are the longest list of modules that it holds, wherever that is.
+
+    Attributes:
+        probe: the sequence length to run the model at: no other dimension has this size, so an
+            axis of it is the tokens'.
+        path: the name of the list of layers in the model, such as "model.layers".
+        cuts: whether the layers have taps, too; without, they run as the model runs them.
+
+    A class of mlx-lm has one of MLX's two GELUs, whichever `config` names: the model runs with that
+    one.
     """
 
-    def __init__(self, module: ModuleType, model: nn.Module, probe: int) -> None:
-        self.module, self.model, self.probe = module, model, probe
+    def __init__(
+        self, model: nn.Module, probe: int, config: dict[str, Any], cuts: bool = True
+    ) -> None:
+        self.model, self.probe, self.cuts = model, probe, cuts
+        gelu = _GELUS.get(str(config.get("hidden_act") or config.get("hidden_activation")))
+        self.activations = {} if gelu is None else {"gelu": gelu, "gelu_approx": gelu}
         self.tape = Tape()
-        self.inner = model.model
-        self.layers = list(self.inner.layers)
-        for layer in self.layers:
+        self.path, owner, key = _longest_list(model)
+        self.layers = [LayerTap(self, i, layer) for i, layer in enumerate(owner[key])]
+        for layer in owner[key]:
             self._tap(layer)
-        self.layer_taps = [_LayerTap(self, i, layer) for i, layer in enumerate(self.layers)]
-        self.inner.layers = self.layer_taps
+        if cuts:
+            owner[key] = self.layers
         self._tap(model)
 
     def _tap(self, root: nn.Module) -> None:
@@ -177,33 +235,52 @@ class Taps:
 
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[Tape]:
-        """Record to `tape`, with mlx-lm's attention replaced by a tap, inside the `with` block."""
+        """Record to `tape`, with MLX's attention replaced by a tap, inside the `with` block."""
 
         def attention(
-            q: mx.array, k: mx.array, v: mx.array, cache: Any, scale: float, mask: Any, **rest: Any
+            q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, **rest: Any
         ) -> mx.array:
-            has_no_keys = cache is None or isinstance(cache, Position)
-            if not has_no_keys or any(value is not None for value in rest.values()):
+            if given := sorted(name for name, value in rest.items() if value is not None):
                 raise BundleError(
-                    f"attention of {self.module.__name__} takes {sorted(rest)} besides q, k, v, "
-                    "scale and mask; such models are not supported"
+                    f"attention takes {', '.join(given)} besides q, k, v, scale and mask; such "
+                    "models are not supported"
                 )
-            if mask is not MASK:
+            if not self.cuts:
+                tape.masks.append(mask)
+            elif mask is not MASK:
                 raise BundleError(
-                    f"attention of {self.module.__name__} is given another mask than its layer; "
-                    "such models are not supported"
+                    "attention is given another mask than its layer; such models are not supported"
                 )
             output = tape.output((*q.shape[:-1], v.shape[-1]))
             return tape.record(AttentionCall("attention", (q, k, v), output, float(scale)))
 
-        original = self.module.scaled_dot_product_attention
+        original = mx.fast.scaled_dot_product_attention
         previous, self.tape = self.tape, tape
-        self.module.scaled_dot_product_attention = attention  # type: ignore[attr-defined]
+        mx.fast.scaled_dot_product_attention = attention
+        own = {name: getattr(nn, name) for name in self.activations}
         try:
+            for name, function in self.activations.items():
+                setattr(nn, name, function)
             yield tape
         finally:
-            self.module.scaled_dot_product_attention = original  # type: ignore[attr-defined]
+            for name, function in own.items():
+                setattr(nn, name, function)
+            mx.fast.scaled_dot_product_attention = original
             self.tape = previous
+
+
+def _longest_list(model: nn.Module) -> tuple[str, nn.Module, str]:
+    """The longest list of modules that is inside of no other: its path, its owner and its key."""
+    lists = [
+        (f"{path}.{key}".removeprefix("."), module, key)
+        for path, module in model.named_modules()
+        for key, value in module.items()
+        if isinstance(value, list) and value and all(isinstance(one, nn.Module) for one in value)
+        if not any(part.isdecimal() for part in path.split("."))
+    ]
+    if not lists:
+        raise BundleError("the model has no list of layers; such models are not supported")
+    return max(sorted(lists, key=lambda one: one[0]), key=lambda one: len(one[1][one[2]]))
 
 
 def attention_windows(taps: Taps, config: dict[str, Any]) -> list[int | None]:
@@ -212,13 +289,18 @@ def attention_windows(taps: Taps, config: dict[str, Any]) -> list[int | None]:
     length = min(max([taps.probe, *sizes]) + 3, 8192)
     with taps.recording(Tape()):
         taps.model(mx.zeros((1, length), dtype=mx.int32))
-    return [_window(tap, length) for tap in taps.layer_taps]
+    return [_window(tap, length) for tap in taps.layers]
 
 
-def _window(tap: _LayerTap, length: int) -> int | None:
+def _window(tap: LayerTap, length: int) -> int | None:
     mask = tap.mask
     if isinstance(mask, str) and mask == "causal":
         return None
+    if mask is None:
+        raise BundleError(
+            f"layer {tap.index} is given no mask: it sees other tokens by other means than "
+            "attention, as state spaces and convolutions do; such models are not supported"
+        )
     if isinstance(mask, mx.array) and mask.shape == (length, length) and mask.dtype == mx.bool_:
         window = int(mask[-1].astype(mx.int32).sum().item())  # type: ignore[arg-type]
         rows, columns = mx.arange(length)[:, None], mx.arange(length)[None]

@@ -18,6 +18,7 @@ from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
 from export.sources.families import transformers_config
 from export.sources.safetensors_files import INDEX
+from export.sources.source import refuse_renamed
 from export.stored import FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.documents import safetensors_header
@@ -49,8 +50,10 @@ def write_checkpoint(
     Raises:
         BundleError: a value is not finite in `dtype`.
         StorageError: the disk has too little space, and nothing is left behind.
-        UsageError: there is something at `output` already.
+        UsageError: there is something at `output` already, or the model has other tensors in
+            transformers.
     """
+    refuse_renamed(model.provenance, "a checkpoint")
     item = numpy_type(dtype).itemsize
     sizes = {name: math.prod(model.shape(name)) * item for name in model.names()}
     tokenizer = model.tokenizer_files()

@@ -10,7 +10,8 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from export.sources.families import MODEL_TYPES, completed_config, expected_shapes
+from export.sources.families import completed_config, expected_shapes
+from export.sources.general import model_module
 from export.sources.source import Checkpoint, check_tensors
 from export.stored import (
     F32,
@@ -191,8 +192,7 @@ def _digests(bundle: Bundle, added: Mapping[str, LowRank]) -> list[str]:
 def _checked_config(bundle: Bundle, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """The complete configuration of a bundle's model, whose tensors must have these shapes."""
     manifest, where = bundle.manifest, str(bundle.path)
-    if manifest.family not in MODEL_TYPES.values():
-        raise BundleError(f"{where}: architecture {manifest.family!r:.40} is not supported")
+    model_module(manifest.family, where)
     if (said := manifest.config.get("num_hidden_layers")) != len(manifest.layers):
         raise BundleError(
             f"{where} has {len(manifest.layers)} layers, its configuration says {said!r:.40}"

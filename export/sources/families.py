@@ -1,4 +1,6 @@
-"""The architectures that can be exported, and their configurations as mlx-lm spells them.
+"""The model classes of mlx-lm, and the configurations of models as these spell them.
+
+Any model type is read by `export.sources.general`. Listed here are the exceptions.
 
 Invariant: the returned configuration has the same meaning to mlx-lm as the given one has to the
 original library. A setting that mlx-lm would silently ignore is refused by name.
@@ -6,38 +8,37 @@ original library. A setting that mlx-lm would silently ignore is refused by name
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from export.sources.general import model_class, model_module, normalised
 from export.sources.rope import ORIGINAL_LENGTH, checked_scaling, install
+from export.sources.windows import (
+    FULL,
+    SLIDING,
+    check_windows,
+    gemma_windows,
+    layer_types,
+    unlike_full,
+    window_of,
+)
 from runtime.core.errors import BundleError, UsageError
 
-# Hugging Face model_type -> module under mlx_lm.models
+# Hugging Face model_type -> module under mlx_lm.models, where it is no name in mlx-lm's own table
 MODEL_TYPES = {
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "llama": "llama",
     "gemma3": "gemma3_text",  # with a vision tower: its text_config counts
-    "gemma3_text": "gemma3_text",
 }
-
-# family -> the class of transformers that loads it
-_CLASSES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
+# classes of transformers that load a family's fused checkpoints, where its own table has another
+_CLASSES = {"gemma3_text": "Gemma3ForCausalLM"}
 # settings that describe a single checkpoint, and not its architecture
 _OF_THE_SOURCE = (
     *("quantization", "quantization_config", "torch_dtype", "dtype", "_name_or_path"),
     *("auto_map", "transformers_version", "rope_traditional"),
 )
 
-# the weight with which a norm scales by 1: Gemma multiplies by 1 + w
-NORM_NEUTRAL = {"qwen2": 1.0, "qwen3": 1.0, "llama": 1.0, "gemma3_text": 0.0}
+# the weight with which a norm scales by 1, where it is not 1: Gemma multiplies by 1 + w
+NORM_NEUTRAL = {"gemma": 0.0, "gemma3_text": 0.0, "nemotron": 0.0}
 
 _OF_ALL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1),
@@ -81,7 +82,6 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _MEANS_NONE = ("num_key_value_heads", "sliding_window")  # null there is no other way to leave out
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 _SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
 _NUMBERS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")
@@ -89,18 +89,19 @@ _MAX_LAYERS = 1024
 
 
 def check_architecture(raw: dict[str, Any], where: str) -> str:
-    """The family of a configuration.
+    """The family of a configuration: the name of the module of mlx-lm with its class.
 
     Raises:
-        BundleError: its architecture is not supported.
+        BundleError: mlx-lm has none.
     """
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        raise BundleError(
-            f"{where}: architecture {model_type!r} is not supported; "
-            f"supported are {', '.join(sorted(MODEL_TYPES))}"
-        )
-    return MODEL_TYPES[model_type]
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    given = raw.get("model_type")
+    if not isinstance(given, str):
+        raise BundleError(f"{where}: architecture {given!r} is not supported")
+    family: str = {**MODEL_REMAPPING, **MODEL_TYPES}.get(given, given)
+    model_module(family, where)
+    return family
 
 
 def normalise_config(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, Any]:
@@ -124,6 +125,8 @@ def normalise_config(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict
 def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, Any]:
     family = check_architecture(raw, where)
     config = text_config(raw, where)
+    if not has_list(family, raw["model_type"]):
+        return normalised(config, family, where, has_lm_head)
     for key, value in LEFT_OUT.get(family, {}).items():
         if key not in config or (config[key] is None and key not in _MEANS_NONE):
             config[key] = value
@@ -148,9 +151,9 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
     if config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = config["num_attention_heads"]
     if family == "gemma3_text":
-        _gemma_windows(config, where)
+        gemma_windows(config, where)
     else:
-        _check_windows(family, config, where)
+        check_windows(family, config, where)
     if has_lm_head or config.get("tie_word_embeddings") is None:
         config["tie_word_embeddings"] = not has_lm_head
     _check_head_dim(family, config, where)
@@ -161,13 +164,18 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
     return config
 
 
+def has_list(family: str, model_type: str) -> bool:
+    """Whether the settings of a model type are listed here, and not found by tracing."""
+    return family in FIXED and (model_type == family or model_type in MODEL_TYPES)
+
+
 def completed_config(family: str, config: dict[str, Any], where: str = "config") -> dict[str, Any]:
     """A normalised configuration with the settings that mlx-lm's model gives it by default.
 
     Raises BundleError where the model class cannot be built from it.
     """
     build_model(family, config, where)
-    arguments = importlib.import_module(f"mlx_lm.models.{family}").ModelArgs.from_dict(config)
+    arguments = model_module(family, where).ModelArgs.from_dict(config)
     defaults = {
         key: value
         for key, value in vars(arguments).items()
@@ -189,10 +197,15 @@ def transformers_config(family: str, config: dict[str, Any], dtype: str) -> dict
     }
     if family == "gemma3_text":
         pattern = settings["sliding_window_pattern"]
-        settings["layer_types"] = _layer_types(pattern, settings["num_hidden_layers"])
+        settings["layer_types"] = layer_types(pattern, settings["num_hidden_layers"])
+    if isinstance(pattern := settings.get("sliding_window_pattern"), str):  # mlx-lm's: LLLG
+        letters = (pattern * settings["num_hidden_layers"])[: settings["num_hidden_layers"]]
+        settings["layer_types"] = [FULL if letter == "G" else SLIDING for letter in letters]
+        del settings["sliding_window_pattern"]
     # transformers reads the first name up to 4.55, and both after that
     types = {"torch_dtype": dtype, "dtype": dtype}
-    return {"architectures": [_CLASSES[family]], **settings, **types}
+    known = _CLASSES.get(family) or model_class(family)
+    return {"architectures": [known] if known else [], **settings, **types}
 
 
 def build_model(family: str, config: dict[str, Any], where: str = "config") -> Any:
@@ -201,10 +214,9 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
     The parameters are lazy: each takes memory only when it is evaluated. Raises BundleError where
     the model class cannot be built from the configuration.
     """
-    try:
-        module = importlib.import_module(f"mlx_lm.models.{family}")
-    except ImportError as e:  # no module of this name, or a package that it needs is missing
-        raise BundleError(f"{where}: mlx-lm cannot load architecture {family!r:.40}: {e}") from e
+    from mlx.utils import tree_flatten
+
+    module = model_module(family, where)
     try:
         model = module.Model(module.ModelArgs.from_dict(config))
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, AssertionError) as e:
@@ -213,8 +225,11 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
             f"{where}: {family} cannot be built from this configuration: {why}"
         ) from e
     install(model)
-    # mlx-lm drops the output matrix of tied models in sanitize
-    model.sanitize({} if config.get("tie_word_embeddings", True) else {"lm_head.weight": None})
+    if hasattr(model, "sanitize"):  # in which mlx-lm drops the output matrix of tied models
+        own = dict(tree_flatten(model.parameters()))
+        if config.get("tie_word_embeddings", True):
+            own.pop("lm_head.weight", None)
+        model.sanitize(own)
     return model
 
 
@@ -222,10 +237,14 @@ def expected_shapes(
     family: str, config: dict[str, Any], where: str = "config"
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters of the model class, by name; nothing is evaluated."""
+    return parameter_shapes(build_model(family, config, where))
+
+
+def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters of one of mlx-lm's models, by name."""
     from mlx.utils import tree_flatten
 
-    parameters = tree_flatten(build_model(family, config, where).parameters())
-    return {name: tuple(array.shape) for name, array in parameters}
+    return {name: tuple(array.shape) for name, array in tree_flatten(model.parameters())}
 
 
 def _not_finite(value: Any, name: str = "") -> Iterator[str]:
@@ -248,93 +267,21 @@ def text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
     return text | {key: raw[key] for key in ("vocab_size", "tie_word_embeddings") if key in raw}
 
 
-def _gemma_windows(config: dict[str, Any], where: str) -> None:
-    """Set "sliding_window_pattern", mlx-lm's key: one layer in so many has global attention.
-
-    As in transformers, "layer_types" decides where it is there.
-    """
-    layer_types = config.get("layer_types")
-    if layer_types:
-        full = [i for i, name in enumerate(layer_types) if name == _FULL]
-        pattern = full[0] + 1 if full else len(layer_types) + 1
-    else:
-        given, written = map(config.get, ("sliding_window_pattern", "_sliding_window_pattern"))
-        pattern = 6 if given is None else given
-        if written not in (None, pattern):  # transformers writes it, but reads the other
-            raise BundleError(
-                f"{where}: _sliding_window_pattern = {written!r} is not read without layer_types; "
-                "write it as sliding_window_pattern"
-            )
-    if not isinstance(pattern, int) or pattern < 1:
-        raise BundleError(f"{where}: sliding_window_pattern must be positive, is {pattern!r}")
-    types = _layer_types(pattern, config["num_hidden_layers"])
-    if layer_types and list(layer_types) != types:
-        raise BundleError(
-            f"{where}: layer_types is not one full_attention in every {pattern} layers; "
-            "irregular patterns are not supported"
-        )
-    if _FULL not in types:
-        raise BundleError(
-            f"{where}: none of {len(types)} layers sees all tokens (layer_types, "
-            f"sliding_window_pattern = {pattern}); a model without such a layer is not supported"
-        )
-    window = config.get("sliding_window")
-    if _SLIDING in types and (not isinstance(window, int) or window < 1):
-        raise BundleError(f"{where}: sliding_window must be a positive integer, is {window!r}")
-    config["sliding_window_pattern"] = pattern
-
-
-def _layer_types(pattern: int, layers: int) -> list[str]:
-    """Types of attention of which every `pattern`-th is global."""
-    return [_SLIDING if (index + 1) % pattern else _FULL for index in range(layers)]
-
-
-def _check_windows(family: str, config: dict[str, Any], where: str) -> None:
-    """Raise BundleError where a layer sees only so many tokens: these families' layers see all.
-
-    Qwen's configurations say `use_sliding_window` and from which layer on (`max_window_layers`).
-    Llama's know no windows in transformers, and mlx-lm's take them from `layer_types` alone.
-    """
-    if unlike := _unlike_full(config):
-        window, longest = _window(config), config.get("max_position_embeddings")
-        if unlike != [_SLIDING] or window is None or longest is None or window < longest:
-            raise BundleError(
-                f"{where}: layers with {', '.join(unlike)} (layer_types, sliding_window = "
-                f"{window!r}) are not supported for {family}: its layers see all tokens before. "
-                "Delete these settings there if the original model computes without them; or, to "
-                "train on sequences within the window, set max_position_embeddings (now "
-                f"{longest}) to at most its width"
-            )
-        if family == "llama":  # else mlx-lm's class has windows; no sequence is longer than these
-            config.pop("layer_types", None)
-
-
-def _window(config: dict[str, Any]) -> int | None:
-    return config.get("sliding_window") if config.get("use_sliding_window", True) else None
-
-
-def _unlike_full(config: dict[str, Any]) -> list[str]:
-    """The types of attention that layers of these families should have, but for the full one."""
-    first = 0 if _window(config) is not None else config["num_hidden_layers"]
-    first = max(first, config.get("max_window_layers", 0))
-    types = config.get("layer_types") or [
-        _FULL if layer < first else _SLIDING for layer in range(config["num_hidden_layers"])
-    ]
-    return sorted({*map(str, types)} - {_FULL})
-
-
 def check_lengths(family: str, config: dict[str, Any], lengths: Sequence[int]) -> None:
     """Raise UsageError for lengths at which a normalised configuration would compute otherwise.
 
     Two settings are accepted because no sequence is longer than max_position_embeddings: windows
     that are as wide, and longrope within its original length.
     """
+    if family not in FIXED:
+        return
     scaling = config.get("rope_scaling") or {}
     limits = {}
     if scaling.get("short_factor") != scaling.get("long_factor"):
         limits[f"longrope with {ORIGINAL_LENGTH}"] = scaling[ORIGINAL_LENGTH]
-    if family != "gemma3_text" and _unlike_full(config):
-        limits["sliding_window"] = _window(config)
+    has_windows = family == "gemma3_text" or (family == "llama" and config.get("layer_types"))
+    if not has_windows and unlike_full(config):
+        limits["sliding_window"] = window_of(config)
     for name, longest in limits.items():
         if max(lengths) > longest:
             raise UsageError(
@@ -382,22 +329,22 @@ def _gemma_rope(
 
     Raises BundleError for settings that transformers reads for no layer, or otherwise.
     """
-    flat = [key for key, value in nested.items() if key not in (_FULL, _SLIDING) and value]
+    flat = [key for key, value in nested.items() if key not in (FULL, SLIDING) and value]
     if flat:
         raise BundleError(
             f"{where}: rope_parameters has {', '.join(map(str, flat))}, which are not used beside "
-            f"{_FULL} and {_SLIDING}; put them into these"
+            f"{FULL} and {SLIDING}; put them into these"
         )
-    whole = {**(nested.get(_FULL) or {}), **scaling}
+    whole = {**(nested.get(FULL) or {}), **scaling}
     if not whole.get("truncate", True):
         raise BundleError(
             f"{where}: truncate = {whole['truncate']!r} is not supported for gemma3_text, where "
             "transformers does not read it"
         )
-    local = nested.get(_SLIDING) or {}
+    local = nested.get(SLIDING) or {}
     if local and checked_scaling(local, config, where) is not None:
         raise BundleError(
-            f"{where}: rope_parameters scales the positions of {_SLIDING}, which is not supported"
+            f"{where}: rope_parameters scales the positions of {SLIDING}, which is not supported"
         )
     if local.get("rope_theta") is not None:
         config["rope_local_base_freq"] = local["rope_theta"]

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
+from runtime.core.errors import UsageError
+
 # GGUF architecture -> family
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 
@@ -20,8 +22,14 @@ _REORDERED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 def architecture_of(family: str) -> str:
-    """The GGUF architecture of a family."""
-    return next(arch for arch, name in ARCHITECTURES.items() if name == family)
+    """The GGUF architecture of a family. Raises UsageError where it is not known."""
+    arch = next((arch for arch, name in ARCHITECTURES.items() if name == family), None)
+    if arch is None:
+        raise UsageError(
+            f"--to gguf: how llama.cpp names the tensors of {family} is not known; known are "
+            f"{', '.join(ARCHITECTURES.values())}"
+        )
+    return arch
 
 
 def tensor_names(arch: str, layers: int) -> Callable[[str], str | None]:

@@ -5,17 +5,22 @@ The weights may be floats or quantized by MLX.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from export.sources.families import (
+    build_model,
     check_architecture,
     expected_shapes,
+    has_list,
     normalise_config,
+    parameter_shapes,
     text_config,
 )
+from export.sources.general import completed, tensors_made
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
 from export.sources.safetensors_files import (
     FLOAT_TYPES,
@@ -25,7 +30,7 @@ from export.sources.safetensors_files import (
     read_json,
 )
 from export.sources.settings import unknown_settings
-from export.sources.source import Checkpoint, check_tensors, first_names, slices
+from export.sources.source import RENAMED, Checkpoint, check_tensors, first_names, slices
 from export.sources.tokenizer import folder_tokenizer
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_CONFIG, checked
@@ -35,7 +40,7 @@ from runtime.core.lookalikes import Kind, instead, kind_of
 
 # prefixes of the language model's names in a multimodal checkpoint, new or old
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
-_TEXT_MODEL = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+_HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
 
 
 class HFCheckpoint(Checkpoint):
@@ -54,9 +59,10 @@ class HFCheckpoint(Checkpoint):
         raw = read_json(folder / "config.json")
         family = check_architecture(raw, f"{folder}/config.json")
         files = open_shards(folder)
-        self._tensors, others = _language_model(files, str(folder))
         where = f"{folder}/config.json"
         text = text_config(raw, where)
+        model = build_model(family, normalise_config(raw, where, True), where)
+        self._tensors, others, renamed = _language_model(files, model, str(folder))
         if "text_config" in raw:  # what sees or hears is left out, as the text model alone is read
             others = [name for name in others if not is_of_tower(name)]
         if others:
@@ -64,7 +70,7 @@ class HFCheckpoint(Checkpoint):
                 f"{folder}: {len(others)} tensors outside the language model are not used: "
                 f"{first_names(others)}"
             )
-        own_head = "lm_head.weight" in self._tensors
+        own_head = f"{_HEAD}.weight" in self._tensors
         if own_head and _says_tied(raw, text, family):
             own_head = self._head_differs()
             if own_head:
@@ -81,6 +87,11 @@ class HFCheckpoint(Checkpoint):
         if dropout := text.get("attention_dropout"):
             warnings.append(f"{where}: attention_dropout = {dropout} is not applied in training")
         expected = expected_shapes(family, config, where)
+        if own_head and f"{_HEAD}.weight" not in expected:
+            raise BundleError(
+                f"{folder}: {_HEAD}.weight is not the embedding, which mlx-lm's {family} always "
+                "takes for it"
+            )
         self._layouts = find_layouts(raw, self._tensors, str(folder))
         if raw.get("quantization_config") and not self._layouts:
             warnings.append(
@@ -97,10 +108,12 @@ class HFCheckpoint(Checkpoint):
             "files": [{"name": file.name, "bytes": file.bytes} for file in files],
             "types": sorted({self._tensors[name].dtype for name in expected}),
         }
+        if renamed:
+            provenance[RENAMED] = True
         if digests := checked(config.pop(IN_CONFIG, []), where):
             provenance["fused"] = {"adapters": digests}
         super().__init__(family, config, provenance, expected)
-        self.warnings = warnings
+        self.warnings, self.given = warnings, text
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         self._check_rows(name, start, stop)
@@ -137,8 +150,8 @@ class HFCheckpoint(Checkpoint):
     def _head_differs(self) -> bool:
         """Whether the output matrix has other values than the embedding, or another form."""
         for part in ("weight", "scales", "biases"):
-            embedding = self._tensors.get(f"model.embed_tokens.{part}")
-            head = self._tensors.get(f"lm_head.{part}")
+            embedding = self._tensors.get(f"{_EMBEDDING}.{part}")
+            head = self._tensors.get(f"{_HEAD}.{part}")
             if embedding is None and head is None:
                 continue
             if embedding is None or head is None or embedding.shape != head.shape:
@@ -159,7 +172,7 @@ class HFCheckpoint(Checkpoint):
         for name, tensor in self._tensors.items():
             if name.endswith((".scales", ".biases", ".rotary_emb.inv_freq")):
                 continue
-            if name == "lm_head.weight" and name not in expected:
+            if name == f"{_HEAD}.weight" and name not in expected:
                 continue  # a tied model's copy of its embedding
             layout = self._layouts.get(name)
             if layout is None and tensor.dtype not in FLOAT_TYPES:
@@ -172,9 +185,11 @@ class HFCheckpoint(Checkpoint):
 
 
 def _says_tied(raw: dict[str, Any], text: dict[str, Any], family: str) -> bool:
-    """Whether a configuration ties the embedding and the output matrix; Gemma's default is to."""
-    default = family == "gemma3_text"
-    return bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", default)))
+    """Whether a configuration ties the embedding and the output matrix; by default as elsewhere."""
+    tied = raw.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    if tied is None and not has_list(family, raw["model_type"]):
+        tied = (completed({"model_type": raw["model_type"]}) or {}).get("tie_word_embeddings")
+    return family == "gemma3_text" if tied is None else bool(tied)
 
 
 def _refuse_others(folder: Path) -> None:
@@ -184,37 +199,61 @@ def _refuse_others(folder: Path) -> None:
 
 
 def _language_model(
-    files: list[SafetensorsFile], where: str
-) -> tuple[dict[str, StoredTensor], list[str]]:
-    """The language model's tensors, by mlx-lm's names, and the names of the others.
+    files: list[SafetensorsFile], model: Any, where: str
+) -> tuple[dict[str, StoredTensor], list[str], bool]:
+    """The language model's tensors, by the names in mlx-lm's `model`, and the names of the others.
 
-    Raises BundleError where there is none, or two have the same name.
+    And whether mlx-lm has other tensors than the checkpoint. Raises BundleError where there is
+    none, or two have the same name.
     """
     tensors: dict[str, StoredTensor] = {}
-    others = []
     for tensor in (tensor for file in files for tensor in file.tensors.values()):
         name = _inner_name(unwrapped(tensor.name))
-        if not name:
-            others.append(tensor.name)
-        elif name in tensors:
+        if name in tensors:
             raise BundleError(
                 f"{where}: {tensors[name].name} and {tensor.name} are both {name}; it holds two "
                 "models, of which one must go"
             )
-        else:
-            tensors[name] = tensor
-    if others and not any(name.startswith(_TEXT_MODEL[0]) for name in tensors):
+        tensors[name] = tensor
+    expected = parameter_shapes(model)
+    own = {*tensors}
+    if not tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}:
+        made = tensors_made(model, {name: tensor.shape for name, tensor in tensors.items()}, where)
+        tensors = {
+            name: tensors[source].part(first, rows) if tensors[source].shape else tensors[source]
+            for name, (source, first, rows) in made.items()
+        }
+    parts = _parts(expected)
+    others = [tensor.name for name, tensor in tensors.items() if not name.startswith(parts)]
+    tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(parts)}
+    if others and not any(_number(name) for name in tensors):
+        example = next(name for name in expected if _number(name))
         raise BundleError(
             f"{where}: none of its {len(tensors) + len(others)} tensors has a name as "
-            f"{_TEXT_MODEL[0]}0; they are {first_names([*others, *tensors])}; save it with "
-            "transformers' save_pretrained, as a model for causal language modelling"
+            f"{example.partition('.0.')[0]}.0; they are {first_names([*others, *tensors])}; save "
+            "it with transformers' save_pretrained, as a model for causal language modelling"
         )
-    return tensors, others
+    return tensors, others, not own >= tensors.keys()
+
+
+def _number(name: str) -> bool:
+    """Whether a name is that of a tensor inside of a layer."""
+    return any(part.isdecimal() for part in name.split("."))
+
+
+def _parts(expected: Iterable[str]) -> tuple[str, ...]:
+    """The prefixes of a language model's names: its layers, and the modules around them."""
+    parts = {f"{_HEAD}."}
+    for name in expected:
+        words = name.split(".")
+        first = next((i for i, word in enumerate(words) if word.isdecimal()), len(words) - 1)
+        parts.add(".".join(words[:first]) + ".")
+    return tuple(sorted(parts))
 
 
 def _inner_name(stored: str) -> str:
-    """mlx-lm's name of a language model's tensor; "" for others, such as a vision tower's."""
+    """mlx-lm's name of a tensor of a language model that a larger model may hold."""
     for outer, inner in _PREFIXES:
         if stored.startswith(outer):
             return inner + stored.removeprefix(outer)
-    return stored if stored.startswith(_TEXT_MODEL) else ""
+    return stored

@@ -115,7 +115,7 @@ class RandomCheckpoint(Checkpoint):
             noise = self._noise(name, 0, shape)[start:stop]
             if name.endswith(".bias"):
                 return noise * np.float32(_BIAS_STD)
-            return noise * np.float32(_NORM_STD) + np.float32(NORM_NEUTRAL[self.family])
+            return noise * np.float32(_NORM_STD) + np.float32(NORM_NEUTRAL.get(self.family, 1.0))
         out = np.empty((stop - start, shape[1]), np.float32)
         for first in range(start - start % _CHUNK_ROWS, stop, _CHUNK_ROWS):
             last = min(first + _CHUNK_ROWS, shape[0])

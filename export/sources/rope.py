@@ -163,18 +163,20 @@ def install(model: Any) -> None:
     from mlx_lm.models import rope_utils
 
     class Rope(nn.Module):  # type: ignore[misc]
-        """Turns the heads (..., T, dims) by these frequencies, after a multiplication."""
+        """Turns the first of the heads' dimensions by these frequencies, after a multiplication."""
 
         def __init__(self, frequencies: F32, factor: float) -> None:
             super().__init__()
             self._periods = mx.array(1 / frequencies)
-            self._factor = factor
+            self._dims, self._factor = 2 * len(frequencies), factor
 
         def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-            x = x if self._factor == 1 else x * self._factor
+            if self._factor != 1:
+                turned = x[..., : self._dims] * self._factor
+                x = mx.concatenate([turned, x[..., self._dims :]], axis=-1)
             return mx.fast.rope(
                 x,
-                x.shape[-1],
+                self._dims,
                 traditional=False,
                 base=None,
                 scale=1.0,
@@ -182,11 +184,14 @@ def install(model: Any) -> None:
                 freqs=self._periods,
             )
 
-    args = model.args
     for _, module in model.named_modules():
-        rope = module.get("rope")
-        if isinstance(rope, rope_utils.YarnRoPE):
-            module.rope = Rope(*yarn(args.rope_scaling, args.rope_theta, rope.dims))
-        elif isinstance(rope, rope_utils.SuScaledRoPE):
-            longest = args.max_position_embeddings
-            module.rope = Rope(*longrope(args.rope_scaling, args.rope_theta, rope.dim, longest))
+        for name, rope in list(module.items()):
+            if isinstance(rope, rope_utils.YarnRoPE):
+                args = model.args
+                module[name] = Rope(*yarn(args.rope_scaling, args.rope_theta, rope.dims))
+            elif isinstance(rope, rope_utils.SuScaledRoPE):
+                args = model.args
+                longest = args.max_position_embeddings
+                module[name] = Rope(
+                    *longrope(args.rope_scaling, args.rope_theta, rope.dim, longest)
+                )

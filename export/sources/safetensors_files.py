@@ -9,7 +9,7 @@ Invariant: every file that is opened lies directly in the folder, and none is mi
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,12 +30,20 @@ _READ_AS = {"F32": np.float32, "F16": np.float16, "BF16": np.float32, "U32": np.
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file: its name there, safetensors' name of its type, its shape."""
+    """A tensor of a file: its name there, safetensors' name of its type, its shape.
+
+    Or some of its rows, from `first` on.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     _file: Any
+    first: int = 0
+
+    def part(self, first: int, rows: int) -> StoredTensor:
+        """So many rows of it, from `first` on."""
+        return replace(self, shape=(rows, *self.shape[1:]), first=self.first + first)
 
     def rows(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Rows start:stop of a tensor of F32, F16, BF16 or U32, as a fresh array.
@@ -45,7 +53,9 @@ class StoredTensor:
         read_as = _READ_AS[self.dtype]
         if start == stop:  # the library refuses an empty slice
             return np.empty((0, *self.shape[1:]), read_as)
-        rows: npt.NDArray[Any] = self._file.get_slice(self.name)[start:stop]
+        rows: npt.NDArray[Any] = self._file.get_slice(self.name)[
+            self.first + start : self.first + stop
+        ]
         return rows.astype(read_as, copy=False)
 
 

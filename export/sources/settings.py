@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from export.sources.families import FIXED, text_config
+from export.sources.families import FIXED, has_list, text_config
+from export.sources.general import arguments_of, default_settings, is_neutral_name
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import BundleError
 
@@ -69,9 +70,16 @@ _COMPUTES = re.compile(
 )
 
 
-def used_settings(family: str) -> set[str]:
-    """The settings that a family's model is computed with."""
-    return {*_USED.split(), *_MORE_USED.get(family, "").split(), IN_CONFIG}
+def used_settings(family: str, model_type: str | None = None) -> set[str]:
+    """The settings that a family's model is computed with.
+
+    Of a type without a list of its own they are those that mlx-lm's class takes, and those of
+    transformers' class, whose values `export.cut.unread` checks.
+    """
+    if has_list(family, model_type or family):
+        return {*_USED.split(), *_MORE_USED[family].split(), IN_CONFIG}
+    defaults = default_settings(model_type or family, family) or {}
+    return {*_USED.split(), *arguments_of(family), *defaults, IN_CONFIG}
 
 
 def neutral_settings() -> set[str]:
@@ -94,8 +102,11 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
 
     Raises BundleError for one that, by its name, changes what the model computes.
     """
-    known = used_settings(family) | neutral_settings() | FIXED[family].keys()
-    unknown = _others(text_config(raw, where), known)
+    text = text_config(raw, where)
+    known = used_settings(family, raw["model_type"]) | neutral_settings()
+    unknown = _others(text, known | FIXED.get(family, {}).keys())
+    if not has_list(family, raw["model_type"]):
+        unknown = {key: value for key, value in unknown.items() if not is_neutral_name(key)}
     if "text_config" in raw:
         unknown |= _others(raw, {*WRAPPER_USED, *neutral_in_wrapper(), IN_CONFIG})
     if computing := [key for key in unknown if _COMPUTES.search(key)]:

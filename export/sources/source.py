@@ -7,12 +7,14 @@ shapes that its configuration implies. Reading rows takes no more memory than th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from export.stored import F32, QuantizedForm, QuantizedRows
-from runtime.core.errors import BundleError
+from runtime.core.errors import BundleError, UsageError
 
+# in a provenance: whether mlx-lm has other tensors than the checkpoint, by its `sanitize`
+RENAMED = "renamed"
 SLICE_VALUES = 4 << 20  # how many values of a tensor are in memory at a time
 
 
@@ -22,11 +24,13 @@ class Checkpoint(ABC):
     Attributes:
         family: the name of a module under mlx_lm.models.
         config: the argument of its ModelArgs.from_dict, always with "tie_word_embeddings".
+        given: the original configuration, where there is one.
         provenance: where the weights are from, as JSON values.
         warnings: what is read otherwise than its files say, in words.
         remedy: the way out, for messages about weights that are too large to store.
     """
 
+    given: Mapping[str, Any] = {}
     warnings: Sequence[str] = ()
     remedy = "the checkpoint is damaged, download or convert it again"
 
@@ -95,6 +99,15 @@ class Checkpoint(ABC):
         if not 0 <= start <= stop <= shape[0]:
             raise ValueError(f"rows {start}:{stop} of {name}, which has {shape[0]}")
         return shape
+
+
+def refuse_renamed(provenance: Mapping[str, Any], what: str) -> None:
+    """Raise UsageError for a model whose tensors are others in transformers than here."""
+    if provenance.get(RENAMED):
+        raise UsageError(
+            f"{what}: {provenance['name']} has other tensors in transformers than in mlx-lm, and "
+            "these are not turned back; mlx-lm reads its adapter (ondevice adapter --to mlx)"
+        )
 
 
 def slices(rows: int, columns: int) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,8 @@
-"""A new model family is an entry in each table of two files of `export`, and nothing elsewhere.
+"""A dense decoder of mlx-lm that no file names: exported, trained with both methods, and fused.
 
-OLMo 2 stands in for any family that mlx-lm implements: it normalizes after attention and after the
-MLP, and queries and keys over their whole width, as no family of the tables does.
+Granite multiplies by constants, the logits among them; OLMo 2 norms after the block, and the whole
+width of queries and keys; Phi-3 has one matrix for queries, keys and values; SmolLM3 has a layer
+without positions.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from model_types.tiny import tiny
 from oracles import whole_model as reference
 from support.bundles import runnable, settings
+from support.checkpoints import weights_of, write_folder
 from support.fusing import fused_model, silent
 from support.logits import apart, engine_logits, mlx_lm_logits
 from support.models import CLOSE, adapters_of, agree, mebp, model_of, rows_of
@@ -23,50 +27,74 @@ from support.shared import Shared
 from support.source_rules import modules, parsed, relative
 
 from export.bundle import export_bundle
+from export.cut.unread import refuse_unread
 from export.fused.checkpoint import write_checkpoint
-from export.sources import families, random
+from export.sources.families import FIXED, MODEL_TYPES, normalise_config
 from export.sources.open import open_checkpoint
+from export.sources.random import PRESETS
 from runtime.bundle.store import Bundle
-from runtime.core.errors import BundleError
+from runtime.core.errors import BundleError, UsageError
+from runtime.engine.sample import Row
+from runtime.methods.adapters import Adapters
+from runtime.methods.noise import Noise
+from runtime.methods.zeroth.mezo import TwoPoint
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.storage.activations import Activations
 
 Rng = np.random.Generator
-FAMILY, PRESET = "olmo2", "tiny-olmo2"
-# the whole of what a family adds: tables of families.py, and a preset of random.py
-ENTRIES: list[tuple[dict[str, Any], str, object]] = [
-    (families.MODEL_TYPES, FAMILY, "olmo2"),
-    (families._CLASSES, FAMILY, "Olmo2ForCausalLM"),
-    (families.NORM_NEUTRAL, FAMILY, 1.0),
-    (families.FIXED, FAMILY, {"hidden_act": (None, "silu")}),
-    (random.PRESETS, PRESET, {**random.PRESETS["tiny-llama"], "model_type": FAMILY}),
-]
+BUCKET = 32
+TYPES = ("granite", "olmo2", "phi3", "smollm3")
 
 
-@pytest.fixture
-def bundle(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> Bundle:
-    """A tiny random model of the new family, exported; the tables know it during the test."""
-    for table, key, value in ENTRIES:
-        monkeypatch.setitem(table, key, value)
+def written(folder: Path, model_type: str, **changes: Any) -> Path:
+    """A checkpoint with random weights; its configuration is as transformers writes it."""
+    raw = tiny(model_type, **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "of this type", raw)
+        _, arrays = weights_of("of this type")
+    return write_folder(folder, raw, arrays)
 
+
+@pytest.fixture(params=TYPES)
+def bundle(shared: Shared, request: pytest.FixtureRequest) -> Bundle:
     def export(path: Path) -> None:
-        export_bundle(settings(f"random:{PRESET}", path, seq_lens=(32,)))
+        folder = written(path.with_suffix(".hf"), request.param)
+        export_bundle(settings(folder, path, seq_lens=(BUCKET,), group_size=32))
 
-    return runnable(shared("a new family", export))
-
-
-def test_without_its_entries_the_family_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": FAMILY}))
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(BundleError, match=f"'{FAMILY}' is not supported; supported are gemma3"):
-        open_checkpoint(str(tmp_path))
+    return runnable(shared(f"a tiny {request.param}", export))
 
 
-def test_its_gradients_are_autograds(bundle: Bundle, rng: Rng, tmp_path: Path) -> None:
+def flat(rows: list[Row]) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(row.tokens, row.scored) for row in rows]
+
+
+def test_its_logits_gradients_and_losses_are_the_dense_models(
+    bundle: Bundle, rng: Rng, tmp_path: Path
+) -> None:
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
-    loss, gradients = mebp(model_of(bundle, 32), adapters, rows, tmp_path)
+    model = model_of(bundle, BUCKET)
     dense = reference.dense_model(bundle, adapters)
-    expected_loss, expected = reference.gradients(dense, [(r.tokens, r.scored) for r in rows])
+    tokens = rows[0].inputs
+    logits = np.array(dense(mx.array(tokens)[None])[0])
+    assert apart(engine_logits(bundle, adapters, tokens), logits) < CLOSE
+    loss, gradients = mebp(model, adapters, rows, tmp_path)
+    expected_loss, expected = reference.gradients(dense, flat(rows))
     assert loss.loss_sum / loss.scored_tokens == pytest.approx(expected_loss, rel=CLOSE)
     agree(gradients, expected)
+
+    oracle = reference.MonolithicMeZO(
+        Adapters(bundle.manifest, dict(adapters.tensors)), Noise(1, "gaussian"), 1e-3, 1, 0.0
+    )
+    shape = (1, BUCKET, bundle.manifest.hidden_size)
+    scratch = Activations(tmp_path, 1, 2 * len(rows), shape)
+    method = ZerothOrder(
+        lambda _: model, adapters, scratch, oracle.noise, 1e-3, TwoPoint(1), 0.0, lanes=2
+    )
+    mean, slopes = oracle.step(model, rows, 0, 1e-2)
+    result = method.step(0, 1e-2, [rows])
+    assert result.record == [1e-2, slopes]
+    assert result.loss.loss_sum / result.loss.scored_tokens == pytest.approx(mean, rel=1e-12)
+    assert mean == pytest.approx(expected_loss, rel=1e-2)
 
 
 @pytest.mark.parametrize("method", ["mebp", "mezo"])
@@ -77,11 +105,6 @@ def test_it_trains(bundle: Bundle, tmp_path: Path, method: str) -> None:
     summary = json.loads(done.stdout)
     assert (summary["method"], summary["steps"]) == (method, 2)
     assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
-    scored = ("eval", bundle.path, "--data=random:5", "--max-seq-length=24", "--json")
-    losses = [
-        json.loads(here(*scored, *more).stdout)["loss"] for more in ([], [f"--adapter={run}"])
-    ]
-    assert losses[0] != losses[1]
 
 
 def test_mlx_lm_reads_what_is_fused(bundle: Bundle, rng: Rng, tmp_path: Path) -> None:
@@ -93,9 +116,55 @@ def test_mlx_lm_reads_what_is_fused(bundle: Bundle, rng: Rng, tmp_path: Path) ->
     assert apart(mlx_lm_logits(tmp_path / "hf", tokens), expected) < CLOSE
 
 
+# --- what is refused --------------------------------------------------------------------------
+
+
+def test_a_type_that_was_not_compared_runs_only_if_asked_for(tmp_path: Path) -> None:
+    folder = written(tmp_path / "hf", "internlm2")
+    with pytest.raises(UsageError, match=r"'internlm2' has not been compared .* add --unverified"):
+        export_bundle(settings(folder, tmp_path / "bundle"))
+    said = export_bundle(settings(folder, tmp_path / "bundle", unverified=True, group_size=32))
+    assert "has not been compared" in str(said.manifest.provenance)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "said"),
+    [
+        ("mistral", {"sliding_window": 16}, "sliding_window = 16: mlx-lm's llama does not"),
+        ("phi3", {"sliding_window": 16}, "sliding_window = 16"),
+        ("granite", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
+        (
+            "smollm3",
+            {"sliding_window": 16, "use_sliding_window": True},
+            "use_sliding_window = True",
+        ),
+        ("mistral", {"sliding_window": 256}, None),
+        ("mistral", {"sliding_window": None}, None),
+    ],
+)
+def test_a_setting_that_the_class_does_not_read_is_refused(
+    model_type: str, changes: dict[str, Any], said: str | None
+) -> None:
+    raw = tiny(model_type, **changes)
+    config = normalise_config(raw, "x", not raw["tie_word_embeddings"])
+    if said is None:
+        refuse_unread(config["model_type"], config, raw, "x")
+        return
+    with pytest.raises(BundleError, match=said):
+        refuse_unread(config["model_type"], config, raw, "x")
+
+
+@pytest.mark.parametrize("model_type", ["no_such_model", "../llama", "os", "base", None, "olmo"])
+def test_what_is_no_class_of_mlx_lm_is_refused_by_name(tmp_path: Path, model_type: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(BundleError, match=f"'?{model_type}'?( is not supported|: a package)"):
+        open_checkpoint(str(tmp_path))
+
+
 def test_no_family_is_named_outside_of_export() -> None:
     for path in modules("runtime", "harness", "ondevice"):
         for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, ast.Constant):
                 where = f"{relative(path)}:{node.lineno}: {ast.unparse(node)}"
-                assert node.value not in families.MODEL_TYPES, where
+                assert node.value not in {*FIXED, *MODEL_TYPES}, where

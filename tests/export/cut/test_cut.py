@@ -10,11 +10,13 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models import gemma3_text, llama
+from model_types.tiny import tiny
 from support.models import BUCKETS, FAMILIES, each_family
 
 from export.cut.model import cut_model
 from export.cut.trace import trace
 from export.cut.workspace import allocated_bytes, workspace_bytes
+from export.sources.families import normalise_config
 from export.sources.random import PRESETS
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError
@@ -250,6 +252,24 @@ def test_parts_of_a_sequence_are_computed_as_the_whole(
                     assert mx.allclose(mine, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "gelu"), [("gelu", nn.gelu), ("gelu_pytorch_tanh", nn.gelu_approx)]
+)
+def test_a_gelu_is_the_one_that_the_configuration_names(
+    rng: np.random.Generator, name: str, gelu: Callable[[mx.array], mx.array]
+) -> None:
+    """GPT-NeoX's class has the one with a tanh, whatever its configuration says."""
+    config = normalise_config(tiny("gpt_neox", hidden_act=name), "x", has_lm_head=False)
+    (graph,) = (
+        one
+        for one in cut_model("gpt_neox", config).graphs
+        if one.operation.inputs == ("mlp.dense_h_to_4h.out",)
+    )
+    x = mx.array(rng.standard_normal((1, 20, 256)).astype(np.float32))
+    (found,) = graph.functions["forward"].call(x)
+    assert mx.abs(found - gelu(x)).max() < 1e-6
+
+
 def test_what_computes_a_token_from_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def call(self: Any, x: mx.array) -> mx.array:
         gate = self.gate_proj(x)
@@ -405,6 +425,12 @@ def all_seen(h: mx.array) -> mx.array:
 def test_layers_that_are_run_otherwise_are_refused(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str
 ) -> None:
+    original = llama.TransformerBlock.__call__
+
+    def block(self: Any, x: mx.array, mask: Any, cache: Any = None, first: Any = None) -> mx.array:
+        return original(self, x, mask, cache)
+
+    monkeypatch.setattr(llama.TransformerBlock, "__call__", block)
     run_layers(monkeypatch, **change)
     with pytest.raises(BundleError, match=said):
         cut_of("llama")

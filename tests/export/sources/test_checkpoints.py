@@ -221,7 +221,7 @@ ZEROS = np.zeros((128, 128), np.float32)
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (put(model_type="mamba"), "'mamba' is not supported; supported are gemma3, .*qwen3"),
+        (put(model_type="none"), "'none' is not supported: mlx-lm has no class for it"),
         (put(model_type=None), "not supported"),
         (put(hidden_size=0), "hidden_size"),
         (put(num_hidden_layers=10**9), "at most 1024"),

@@ -1,0 +1,185 @@
+"""Settings that a model class does not read: found by changing each and tracing the model again.
+
+mlx-lm's classes compute their architecture as it is by default, and pass over some settings in
+silence: its Llama sees all tokens, whatever its `sliding_window`. Such a setting is refused by
+name, unless it is off, or transformers' default. Windows, and parts of heads that are turned, are
+refused even so: classes were found that pass over them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from export.cut.taps import Tape, Taps
+from export.cut.trace import trace
+from export.sources.families import build_model, has_list
+from export.sources.general import (
+    arguments_of,
+    default_settings,
+    is_neutral_name,
+    settings_of,
+)
+from export.sources.settings import neutral_settings
+from runtime.adapters.fused import IN_CONFIG
+from runtime.core.errors import BundleError
+
+_PROBLEMS = (
+    *(BundleError, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError),
+    *(TypeError, ValueError),
+)
+PROBE = 17  # tokens: more than the windows that are tried
+# sizes of tensors, which the checkpoint's own shapes confirm, and the lengths
+_SIZES = {
+    *("model_type", "num_hidden_layers", "max_position_embeddings", "tie_word_embeddings"),
+    *("original_max_position_embeddings", "quantization", "quantization_config", IN_CONFIG),
+}
+
+
+def refuse_unread(
+    family: str, config: dict[str, Any], given: Mapping[str, Any], where: str
+) -> None:
+    """Raise BundleError for settings that mlx-lm's class does not read and that are not off.
+
+    Args:
+        family, config: what the model is built from.
+        given: the original configuration; of a family whose settings are listed, nothing is tried.
+        where: the checkpoint, for messages.
+    """
+    if found := unread(family, config, given, where):
+        said = ", ".join(f"{key} = {value!r:.60}" for key, value in found.items())
+        raise BundleError(
+            f"{where}: {said}: mlx-lm's {family} does not compute with it; if the original model "
+            "computes without it, delete it there" + _way_out(found, given)
+        )
+
+
+def unread(
+    family: str, config: dict[str, Any], given: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """The settings that `refuse_unread` refuses, with their values."""
+    model_type = given.get("model_type")
+    if model_type is None or has_list(family, model_type):
+        return {}
+    defaults = default_settings(model_type, family)
+    settings = settings_of(dict(given), family, where)
+    known = arguments_of(family)
+    before = ""
+    found = {}
+    for key, value in settings.items():
+        if _is_neutral(key) or _is_off(key, value, settings):
+            continue
+        if defaults is not None and key not in defaults and key not in known:
+            continue  # of which the checkpoint's reader has told
+        if key in known:
+            before = before or _checked(family, config, where)
+            if _traced(family, {**config, key: another_value(key, value)}) != before:
+                continue
+        changes_layers = re.search("window|rotary", key)  # for which defaults have been passed over
+        if defaults is None or changes_layers or defaults.get(key) != value:
+            found[key] = value
+    return found
+
+
+def _is_neutral(key: str) -> bool:
+    """Whether a setting computes nothing, or is the size of a tensor, which its shape confirms."""
+    if key in _SIZES or key in neutral_settings() or is_neutral_name(key):
+        return True
+    return key.endswith("_size") and not re.search("window|chunk", key)
+
+
+def _way_out(found: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    if not any("window" in key for key in found):
+        return ""
+    return (
+        "; or, to train on sequences within the window, set max_position_embeddings (now "
+        f"{given.get('max_position_embeddings')}) to at most its width"
+    )
+
+
+def _is_off(key: str, value: Any, settings: Mapping[str, Any]) -> bool:
+    """Whether a setting says that something is not done."""
+    if value in (None, False, 0, {}, []):
+        return True
+    types = settings.get("layer_types")
+    full = isinstance(types, list) and {*types} == {"full_attention"}
+    if key == "layer_types":
+        return full
+    if key == "partial_rotary_factor":
+        return bool(value == 1)
+    if key == "head_dim":
+        return bool(value * settings.get("num_attention_heads", 0) == settings.get("hidden_size"))
+    if "window" in key:
+        longest = settings.get("max_position_embeddings")
+        wide = type(value) is int and type(longest) is int and value >= longest
+        return full or wide or settings.get("use_sliding_window") is False
+    return False
+
+
+def another_value(key: str, value: Any) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return 3 + (value == 3) if "window" in key else value + 1
+    if isinstance(value, float):
+        return 1.25 * value + 0.125
+    if isinstance(value, str):
+        return {"relu": "gelu", "rope": "nope"}.get(value, "relu")
+    if isinstance(value, list | tuple):
+        return [_other(one) for one in value]
+    return None
+
+
+def _other(value: Any) -> Any:
+    swapped = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
+    if isinstance(value, str):
+        return swapped.get(value, f"no {value}")
+    return 1 - value if value in (0, 1) else value
+
+
+def _traced(family: str, config: dict[str, Any]) -> str:
+    """Equal for models that compute the same; what is wrong with one that cannot run."""
+    try:
+        return _signature(family, config)
+    except _PROBLEMS as problem:
+        return f"{type(problem).__name__}: {problem}"
+
+
+def _checked(family: str, config: dict[str, Any], where: str) -> str:
+    """The same of a model that must run."""
+    try:
+        return _signature(family, config)
+    except _PROBLEMS as problem:
+        raise BundleError(
+            f"{where}: {family} cannot be run with this configuration: {problem}"
+        ) from problem
+
+
+def _signature(family: str, config: dict[str, Any]) -> str:
+    taps = Taps(build_model(family, config), PROBE, config, cuts=False)
+    recorded: list[Any] = []
+
+    def run(x: mx.array) -> list[mx.array]:
+        with taps.recording(Tape()) as tape:
+            logits = taps.model(mx.zeros((1, PROBE), dtype=mx.int32))
+        recorded.clear()
+        recorded.extend(
+            (
+                call.name,
+                getattr(call, "scale", None),
+                getattr(call, "bias", None),
+                call.output.shape,
+            )
+            for call in tape.calls
+        )
+        masks = [mask for mask in tape.masks if isinstance(mask, mx.array)]
+        recorded.append([mask for mask in tape.masks if not isinstance(mask, mx.array)])
+        inputs = [array for call in tape.calls for array in call.inputs]
+        return [x, *inputs, logits, *masks]
+
+    traced = trace(run, [mx.zeros((1,))])
+    return f"{traced.signature} {recorded}"

@@ -1,0 +1,294 @@
+"""Configurations of any model type of mlx-lm: completed by transformers, and flat.
+
+transformers' own class fills in what a configuration leaves out, and knows each spelling of rotary
+positions, of any year. What mlx-lm's class takes is then flat, under its own names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import math
+import re
+from collections.abc import Mapping
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from export.sources.rope import checked_scaling
+from export.sources.windows import FULL, pattern_of
+from runtime.core.errors import BundleError
+
+# names that mlx-lm's classes have for the same setting, the first of which is transformers'
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_transformer_layers")
+_SCALES_FULL_ALONE = {"olmo3"}  # in layers with a window, positions are not scaled
+_LAYER_NAMES = {"granitemoehybrid": {"full_attention": "attention", "linear_attention": "mamba"}}
+_SAME = (_LAYERS, ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"))
+_BASES = ("rope_theta", "rotary_emb_base")
+_TURNED = ("partial_rotary_factor", "rotary_pct")
+_MAX_LAYERS = 1024
+# what is kept although mlx-lm's class may not take it
+_KEPT = (
+    *("vocab_size", "max_position_embeddings", "pad_token_id"),
+    *("hidden_act", "hidden_activation"),
+)
+_NEEDED = inspect.Parameter.empty  # the default of an argument without one
+# arguments that classes of mlx-lm need and transformers has no setting for -> what it computes
+_ABSENT = {
+    **{"rope_scaling": None, "sliding_window": None, "sliding_window_pattern": None},
+    **{"attention_bias": False, "mlp_bias": False, "post_norm": False, "qk_norm": True},
+}
+
+
+def model_module(family: str, where: str = "config") -> ModuleType:
+    """The module of mlx-lm with a family's class. Raises BundleError where there is none."""
+    if not isinstance(family, str) or family not in module_names():
+        raise BundleError(
+            f"{where}: architecture {family!r:.40} is not supported: mlx-lm has no class for it"
+        )
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # on which some say what they miss
+            module = importlib.import_module(f"mlx_lm.models.{family}")
+    except (ImportError, SystemExit) as e:  # some end the process where a package is missing
+        raise BundleError(
+            f"{where}: mlx-lm cannot load architecture {family!r:.40}: a package that it needs is "
+            f"missing ({e})"
+        ) from e
+    if not hasattr(module, "Model") or not hasattr(module, "ModelArgs"):
+        raise BundleError(f"{where}: architecture {family!r:.40} is not supported: it is no model")
+    return module
+
+
+def module_names() -> list[str]:
+    """The names of all modules under mlx_lm.models."""
+    (folder,) = importlib.import_module("mlx_lm.models").__path__
+    return sorted(path.stem for path in Path(folder).glob("*.py"))
+
+
+def arguments_of(family: str) -> set[str]:
+    """The names of the settings that mlx-lm's class of a family takes."""
+    return set(_parameters(family))
+
+
+def _parameters(family: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(model_module(family).ModelArgs).parameters
+
+
+def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """A configuration with transformers' defaults; None where it has no class for its type.
+
+    Raises ValueError for what that class refuses.
+    """
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    if raw["model_type"] not in transformers.CONFIG_MAPPING:
+        return None
+    said = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        whole = transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(_decoded(raw))
+        made: dict[str, Any] = whole.to_dict()
+    except (StrictDataclassError, LookupError) as e:
+        raise ValueError(f"transformers refuses it: {e}") from e
+    finally:
+        transformers.logging.set_verbosity(said)
+    return made
+
+
+def _decoded(value: Any) -> Any:
+    """A configuration's value, with numbers such as {"__float__": "Infinity"} as they are."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(inner) for key, inner in value.items()}
+    return [_decoded(inner) for inner in value] if isinstance(value, list) else value
+
+
+def model_class(model_type: str) -> str | None:
+    """The name of transformers' class of causal language models of a type, or None."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return name
+
+
+def settings_of(raw: dict[str, Any], family: str, where: str) -> dict[str, Any]:
+    """A configuration with what transformers takes where it leaves something out, and flat."""
+    return _flat(completed(raw) or dict(raw), family, where)
+
+
+def default_settings(model_type: str, family: str) -> dict[str, Any] | None:
+    """What transformers takes where a configuration says nothing, flat; None without a class."""
+    made = completed({"model_type": model_type})
+    return made and _flat(made, family, model_type)
+
+
+def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) -> dict[str, Any]:
+    """The argument of `ModelArgs.from_dict`, always with the number of layers.
+
+    For the arguments and errors see `families.normalise_config`.
+    """
+    full = settings_of(raw, family, where)
+    known = arguments_of(family)
+    layers = next((full[name] for name in _LAYERS if full.get(name) is not None), None)
+    if not isinstance(layers, int) or not 1 <= layers <= _MAX_LAYERS:
+        raise BundleError(
+            f"{where}: num_hidden_layers must be from 1 to {_MAX_LAYERS}, is {layers!r:.40}"
+        )
+    for key in ("vocab_size", "hidden_size"):
+        value = full.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise BundleError(f"{where}: {key} must be a positive integer, is {value!r:.40}")
+    config = {
+        key: value
+        for key, value in full.items()
+        if key in known or key in _KEPT
+        if (value is not None or "window" in key) and _is_finite(value)
+    }
+    config |= _others_needed(family, config, full)
+    tied = full.get("tie_word_embeddings")
+    config["tie_word_embeddings"] = not has_lm_head if has_lm_head or tied is None else tied
+    return {**config, "model_type": family, "num_hidden_layers": layers}
+
+
+def _others_needed(family: str, config: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+    """What mlx-lm's class needs and transformers has under another name, or no setting for."""
+    heads, found = config.get("num_attention_heads"), {}
+    for name, parameter in _parameters(family).items():
+        if name in config or (name != "num_key_value_heads" and parameter.default is not _NEEDED):
+            continue
+        same = next((names for names in _SAME if name in names), ())
+        value = next((full[other] for other in same if other in full), _ABSENT.get(name))
+        if name == "num_key_value_heads":
+            value = heads
+        elif name == "head_dim" and heads and full.get("hidden_size"):
+            value = full["hidden_size"] // heads
+        if value is not None or name in _ABSENT:
+            found[name] = value
+    return found
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a manifest can hold a value; limits of time steps may be infinite."""
+    return all(map(_is_finite, value)) if isinstance(value, list | tuple) else value != math.inf
+
+
+def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
+    """Settings with those of rotary positions under the names that mlx-lm's class has for them."""
+    known = arguments_of(family)
+    nested = full.get("rope_parameters") or {}
+    scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, family, where)
+    base_alone = {*nested} <= {"rope_theta", "rope_type"} and "rope_theta" in known
+    if "rope_parameters" not in known or base_alone:
+        full.pop("rope_parameters", None)
+    full.pop("rope_scaling", None)
+    base = scope.pop("rope_theta", None) or full.get("rope_theta")
+    turned = scope.pop("partial_rotary_factor", None) or full.get("partial_rotary_factor")
+    for names, value in ((_BASES, base), (_TURNED, turned)):
+        if value is not None:
+            full[next((name for name in names if name in known), names[0])] = value
+    full["rope_scaling"] = checked_scaling(scope, full, where)
+    if words := _LAYER_NAMES.get(family):
+        full["layer_types"] = [words.get(one, one) for one in full.get("layer_types") or []]
+        full["position_embedding_type"] = full.get("position_embedding_type") or "nope"
+    if "layer_types" not in known and "sliding_window_pattern" in known and full.get("layer_types"):
+        written = str(_parameters(family)["sliding_window_pattern"].annotation)
+        full["sliding_window_pattern"] = pattern_of(
+            full.pop("layer_types"), "str" in written, where
+        )
+    return full
+
+
+def _one_scope(nested: dict[str, Any], family: str, where: str) -> dict[str, Any]:
+    """The settings of rotary positions, which may be given by type of layer."""
+    by_type = {key: value for key, value in nested.items() if isinstance(value, dict)}
+    if not by_type or "rope_parameters" in arguments_of(family):
+        return {key: value for key, value in nested.items() if key not in by_type}
+    scope = dict(by_type.get(FULL) or next(iter(by_type.values())))
+    plain = {"rope_type": "default", "rope_theta": scope.get("rope_theta")}
+    alike = (scope, plain) if family in _SCALES_FULL_ALONE else (scope,)
+    if any(other not in alike for other in by_type.values()):
+        raise BundleError(
+            f"{where}: rope_parameters differ between {' and '.join(sorted(by_type))}, which is "
+            "not supported for this architecture"
+        )
+    return scope
+
+
+def tensors_made(
+    model: Any, shapes: Mapping[str, tuple[int, ...]], where: str
+) -> dict[str, tuple[str, int, int]]:
+    """The tensors that mlx-lm's `model` makes of a checkpoint's in `sanitize`.
+
+    Each by its name is the name of the checkpoint's tensor, its first row in there, and its rows.
+    `sanitize` is run on arrays that hold the numbers of their rows and columns, which take no
+    memory. Raises BundleError where it does anything else than to rename tensors, to split them by
+    rows, and to leave some out.
+    """
+    import mlx.core as mx
+
+    if not hasattr(model, "sanitize"):
+        return {name: (name, 0, shape[0] if shape else 1) for name, shape in shapes.items()}
+
+    heights = [shape[0] if shape else 1 for shape in shapes.values()]
+    starts = dict(zip(shapes, accumulate(heights[:-1], initial=0), strict=True))
+
+    def numbered(axis: int) -> dict[str, Any]:
+        arrays = {}
+        for name, shape in shapes.items():
+            numbers = mx.arange(shape[axis] if len(shape) > axis else 1)
+            numbers = numbers + starts[name] if axis == 0 else numbers
+            places = [1] * len(shape)
+            if len(shape) > axis:
+                places[axis] = -1
+            arrays[name] = mx.broadcast_to(numbers.reshape(places), shape)
+        return arrays
+
+    rows_in, columns_in = numbered(0), numbered(1)
+    names = {id(array): name for name, array in rows_in.items()}
+    try:
+        rows_out, columns_out = model.sanitize(dict(rows_in)), model.sanitize(dict(columns_in))
+    except (LookupError, ValueError, TypeError, AttributeError) as e:
+        raise BundleError(f"{where}: mlx-lm cannot read these tensors: {e!r:.200}") from e
+    made = {}
+    for name, array in rows_out.items():
+        source = names.get(id(array))
+        if source is not None:
+            made[name] = (source, 0, shapes[source][0] if shapes[source] else 1)
+            continue
+        part = _rows_of(array, columns_out[name], shapes, starts)
+        if part is None:
+            raise BundleError(f"{where}: mlx-lm rearranges {name}, which is not supported")
+        made[name] = part
+    return made
+
+
+def _rows_of(
+    rows: Any, columns: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
+) -> tuple[str, int, int] | None:
+    """The tensor, the first row and the number of rows of an array of numbers, if it is such."""
+    if rows.ndim != 2:
+        return None
+    numbers, across = np.array(rows[:, 0]), np.array(columns[0])
+    source = max((name for name in starts if starts[name] <= numbers[0]), key=starts.__getitem__)
+    first = int(numbers[0]) - starts[source]
+    consecutive = np.array_equal(numbers, numbers[0] + np.arange(len(numbers)))
+    inside = first + len(numbers) <= shapes[source][0] and len(shapes[source]) == 2
+    if not (consecutive and inside and np.array_equal(across, np.arange(shapes[source][1]))):
+        return None
+    return source, first, len(numbers)
+
+
+# dropout, numbers of tokens, and blocks that are refused where there are any
+_NEUTRAL = re.compile("drop|_token_id$|_token_index$|_token_ids$|^mamba_|^router_")
+
+
+def is_neutral_name(key: str) -> bool:
+    """Whether a setting of any type, by its name, does not change what a model computes."""
+    return bool(_NEUTRAL.search(key))

@@ -1,0 +1,48 @@
+"""Every model type of the installed mlx-lm: its state is as it is recorded, and on the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from export.sources.families import MODEL_TYPES
+from export.sources.verified import CLOSE, is_verified, tried_types
+from model_types.command import NO_CLASS, NOT_COMPARED, PAGE, apart, page
+from model_types.tiny import is_model, model_types
+from model_types.trial import made_elsewhere, missing, refusal
+
+COMPARED = sorted(
+    name
+    for name, state in tried_types().items()
+    if isinstance(state, float) and name not in MODEL_TYPES
+)
+
+
+def test_the_page_is_made_of_what_was_recorded() -> None:
+    assert PAGE.read_text() == page(dict(tried_types()))
+    assert sum(map(is_verified, tried_types())) >= 20
+
+
+@pytest.mark.slow
+def test_every_type_is_recorded_as_it_is() -> None:
+    found = {}
+    for model_type in filter(is_model, model_types()):
+        why = refusal(model_type)
+        found[model_type] = None if why is None else missing(model_type, why)
+    assert found.keys() == tried_types().keys()
+    for model_type, state in tried_types().items():
+        cut = isinstance(state, float) or state.startswith((NO_CLASS, NOT_COMPARED))
+        assert found[model_type] == (None if cut else state), model_type
+
+
+@pytest.mark.slow
+def test_types_that_work_are_as_in_transformers(tmp_path: Path, seed: int) -> None:
+    made_elsewhere(tmp_path, COMPARED, seed % 1000)
+    found = {name: apart(tmp_path, name) for name in COMPARED}
+    wrong = {
+        name: state
+        for name, state in found.items()
+        if is_verified(name) and not (isinstance(state, float) and state <= CLOSE)
+    }
+    assert not wrong

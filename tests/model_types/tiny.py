@@ -1,0 +1,129 @@
+"""Tiny configurations of any model type, as transformers 5 writes them, and changes of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from mlx_lm.utils import MODEL_REMAPPING
+
+from export.cut.unread import another_value
+from export.sources.families import MODEL_TYPES, has_list
+from export.sources.general import (
+    arguments_of,
+    completed,
+    default_settings,
+    model_module,
+    module_names,
+)
+from runtime.core.errors import BundleError
+
+Settings = dict[str, Any]
+
+VOCABULARY = 320
+# sizes under all the names that configurations have for them; no two axes are alike
+SIZES: Settings = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "model_dim", "dim"), 64),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_hidden_size", "mlp_hidden_size"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads"), 2),
+    **dict.fromkeys(("vocab_size", "embedding_size"), VOCABULARY),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "block_size"), 256),
+    **dict.fromkeys(("sliding_window", "attention_window_size"), 16),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    **{"head_dim": 16, "kv_channels": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rotary_dim": 8},
+    **{"dim_model_base": 32, "n_shared_head": 2, "shared_intermediate_size": 96},
+    **{"q_lora_rank": 24, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    **{"v_head_dim": 16, "query_pre_attn_scalar": 24},
+}
+# what the classes that transformers has not need besides
+OTHERS: Settings = {
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon"), 1e-5),
+    **{"norm_epsilon": 1e-5, "rope_theta": 1e4, "rope_freq_constant": 1e4, "scale_depth": 1.4},
+    **{"scale_emb": 12.0, "no_bias": True, "bias": False, "qkv_bias": False},
+    **{"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
+    **{"num_transformer_layers": 4, "num_query_heads": [4] * 4, "ffn_multipliers": [1.5] * 4},
+    **{"ffn_dim_divisor": 8, "ffn_with_glu": True, "normalize_qk_projections": True},
+    **{"share_input_output_layers": True, "rope_parameters": {"rope_theta": 1e4}},
+}
+# where a class of mlx-lm has no setting for a size, or passes over windows
+OF_TYPE: dict[str, Settings] = {
+    "gpt_neox": {"intermediate_size": 256},
+    "gemma3_text": {"num_hidden_layers": 6},
+    "granitemoehybrid": {
+        "layer_types": ["full_attention"] * 4,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+    },
+    **{name: {"sliding_window": None} for name in ("mistral", "phi3", "starcoder2")},
+}
+# what is not changed: names, and what is done at the two ends for all types alike
+ALWAYS = ("model_type", "tie_word_embeddings", "time_step_limit")
+SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_FACTORS = re.compile("multipl|scal")
+
+
+def model_types() -> list[str]:
+    """The types that mlx-lm has a class for, by the names that configurations have."""
+    elsewhere = [
+        name for name, module in MODEL_REMAPPING.items() if completed({"model_type": name})
+    ]
+    return sorted({*module_names(), *elsewhere} - {"__init__"})
+
+
+def is_model(model_type: str) -> bool:
+    """Whether a module of mlx-lm is a model, and not what models import."""
+    try:
+        model_module(family_of(model_type))
+    except BundleError as problem:
+        return "it is no model" not in str(problem)
+    return True
+
+
+def family_of(model_type: str) -> str:
+    return {**MODEL_REMAPPING, **MODEL_TYPES}.get(model_type, model_type)
+
+
+def tiny(model_type: str, **changes: Any) -> Settings:
+    """A configuration of a few thousand weights; factors that are 1 by default are others."""
+    if model_type in MODEL_TYPES:
+        return {"model_type": model_type, "text_config": tiny(MODEL_TYPES[model_type], **changes)}
+    defaults = completed({"model_type": model_type})
+    if defaults is None:
+        known = arguments_of(family_of(model_type))
+        sizes = {key: value for key, value in {**OTHERS, **SIZES}.items() if key in known}
+        if "num_query_heads" in sizes:  # one a layer
+            sizes["num_kv_heads"] = [2] * 4
+        return {**sizes, "model_type": model_type, **changes}
+    sizes = {key: value for key, value in SIZES.items() if key in defaults}
+    factors = {
+        key: 0.75
+        for key, value in defaults.items()
+        if _FACTORS.search(key) and isinstance(value, float) and value == 1
+    }
+    own = {**sizes, **factors, **OF_TYPE.get(model_type, {}), **changes}
+    whole = completed({"model_type": model_type, **own})
+    assert whole is not None
+    return whole
+
+
+def changes(model_type: str) -> Iterator[Settings]:
+    """Settings of a type, each with another value than by default; listed ones have own tests."""
+    family = family_of(model_type)
+    if has_list(family, model_type):
+        return
+    base = tiny(model_type)
+    settings = {**(default_settings(model_type, family) or {}), **base}
+    for key in sorted(settings.keys() & arguments_of(family) - {*SIZES, *ALWAYS}):
+        value = settings[key]
+        if key in ("partial_rotary_factor", "rotary_pct"):
+            yield {key: 0.75 if value == 0.5 else 0.5}
+        elif isinstance(value, list) and value != value[::-1]:
+            yield {key: value[::-1]}
+        elif isinstance(value, bool | float):
+            yield {key: another_value(key, value)}
+    if "rope_scaling" in arguments_of(family):
+        yield {"rope_scaling": SCALING}

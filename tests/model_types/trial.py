@@ -1,0 +1,117 @@
+"""Trying a model type: whether its tiny model is exported, and how far from transformers' it is."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from support.bundles import runnable, settings
+from support.logits import apart, engine_logits
+from support.peers import run_script
+
+from export.bundle import export_bundle
+from export.cut.model import cut_model
+from export.cut.unread import refuse_unread
+from export.sources.families import normalise_config
+from export.sources.general import model_module
+from model_types.tiny import Settings, changes, family_of, tiny
+from runtime.core.errors import BundleError, UsageError
+
+BUCKET = 64
+
+
+def refusal(model_type: str) -> str | None:
+    """Why a type's tiny model cannot be cut; None if it can."""
+    try:
+        raw = tiny(model_type)
+        config = normalise_config(raw, model_type, not raw.get("tie_word_embeddings"))
+        cut_model(config["model_type"], config)
+    except (BundleError, ValueError) as problem:  # ValueError: of transformers' own class
+        return str(problem)
+    return None
+
+
+def accepted(model_type: str) -> Settings:
+    """Changes of a type's settings, each of which is not refused beside those before it."""
+    found: Settings = {}
+    for case in changes(model_type):
+        try:
+            raw = tiny(model_type, **found, **case)
+            config = normalise_config(raw, model_type, not raw.get("tie_word_embeddings"))
+            refuse_unread(config["model_type"], config, raw, model_type)
+            cut_model(config["model_type"], config)
+        except (BundleError, ValueError) as problem:
+            print(f"{model_type}: {case}: {problem}")
+            continue
+        found |= case
+    return found
+
+
+def made_elsewhere(folder: Path, model_types: Sequence[str], seed: int) -> None:
+    """Let transformers make checkpoints of types: FOLDER/TYPE, and FOLDER/TYPE,changed."""
+    for model_type in model_types:
+        for name, case in ((model_type, {}), (f"{model_type},changed", accepted(model_type))):
+            path = folder / name
+            path.mkdir(parents=True)
+            (path / "config.json").write_text(json.dumps(tiny(model_type, **case)))
+    run_script(("torch", "transformers"), "transformers_random.py", folder, seed)
+
+
+def difference(folder: Path) -> float | str:
+    """How far the engine's logits of a checkpoint are from transformers', or who refuses it."""
+    if (refused := folder / "refused.txt").exists():
+        return f"transformers: {refused.read_text():.300}"
+    bundle = folder / "bundle"
+    try:
+        export_bundle(settings(folder, bundle, bits=32, seq_lens=(BUCKET,), unverified=True))
+        tokens, theirs = (np.load(folder / f"{name}.npy") for name in ("tokens", "logits"))
+        return apart(engine_logits(runnable(bundle), None, tokens), theirs)
+    except (BundleError, UsageError) as problem:
+        return f"refused: {problem}"
+    finally:
+        shutil.rmtree(bundle, ignore_errors=True)
+
+
+# words of a refusal -> the operation that is missing
+_OPERATIONS = {
+    "experts": "experts",
+    "convolution": "convolutions",
+    "ternary": "ternary matrices",
+    "a product of its own": "a product for each head",
+    "soft-capping": "changed logits, as by soft caps",
+    "has a bias": "a bias of the head",
+    "is given no mask": "state spaces, convolutions or linear attention",
+    "2 x Embedding": "learned positions",
+    "from other tokens": "attention that is not MLX's own",
+    "a package that it needs": "a missing package",
+}
+# modules that a class imports -> the operation that is missing, where its tiny model is not built
+_IMPORTS = {
+    "gated_delta": "the gated delta rule",
+    "ssm": "state spaces, convolutions or linear attention",
+    "switch_layers": "experts",
+    "mla": "a product for each head",
+}
+NOT_TRIED = "not tried: no tiny configuration"
+
+
+def missing(model_type: str, why: str) -> str:
+    """The operation that a refusal is for, in a few words; it is looked for in imports at last."""
+    if found := next((words for key, words in _OPERATIONS.items() if key in why), None):
+        return found
+    if given := re.search(r"more than its input and a mask \((\w+)\)", why):
+        return f"layers that are given {given[1]}"
+    source = inspect.getsource(model_module(family_of(model_type)))
+    imported = (words for name, words in _IMPORTS.items() if f"from .{name} import" in source)
+    if found := next(imported, None):
+        return found
+    if "nn.Conv1d" in source:
+        return "convolutions"
+    if "num_hidden_layers must be" in why:
+        return "a model around a text model"
+    return "another structure" if "config" not in why else NOT_TRIED

@@ -1,0 +1,41 @@
+"""Writes random checkpoints as transformers makes them, and their logits: an own interpreter's.
+
+python transformers_random.py FOLDER SEED   each folder inside has a config.json; the weights,
+tokens.npy (T,) and logits.npy (T, V) are written there, or refused.txt where transformers refuses.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TOKENS = 48
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+torch.set_num_threads(1)
+for path in sorted(Path(sys.argv[1]).glob("*/config.json")):
+    folder = path.parent
+    torch.manual_seed(int(sys.argv[2]))
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn_like(parameter)
+                if parameter.ndim > 1:
+                    parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+                else:
+                    parameter.add_(noise / 10)
+            tokens = torch.randint(0, model.get_input_embeddings().num_embeddings, (TOKENS,))
+            found = model(tokens[None]).logits
+        model.save_pretrained(folder)
+    except Exception as problem:  # whatever it is, the test says whether it was expected
+        (folder / "refused.txt").write_text(f"{type(problem).__name__}: {problem}")
+        continue
+    np.save(folder / "tokens.npy", tokens.numpy())
+    np.save(folder / "logits.npy", found[0].float().numpy())
