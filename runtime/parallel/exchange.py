@@ -48,7 +48,8 @@ class Exchange(ABC):
             yield
         finally:
             self.waited_s += time.perf_counter() - begun
-            self.sent_bytes += sent_bytes
+            if self.size > 1:  # else nobody receives it
+                self.sent_bytes += sent_bytes
 
     def gather(self, values: Sequence[float], counts: Sequence[int]) -> list[float]:
         """The float64 values of all workers in rank order, NaNs and zeros with their signs.

@@ -341,7 +341,7 @@ def write_model(folder: Path, raw: Settings, rng: Rng) -> None:
         if len(shape) == 2:
             arrays[name] = noise / np.float32(shape[1] ** 0.5)
         else:
-            neutral = NORM_NEUTRAL[family] if name.endswith("norm.weight") else 0.0
+            neutral = NORM_NEUTRAL.get(family, 1.0) if name.endswith("norm.weight") else 0.0
             arrays[name] = np.float32(neutral) + noise / 10
     prefix = "language_model." if "text_config" in raw else ""
     write_folder(folder, raw, {prefix + name: array for name, array in arrays.items()})

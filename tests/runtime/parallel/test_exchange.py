@@ -38,7 +38,9 @@ def expected(size: int) -> str:
 
 
 def test_one_worker_has_its_own() -> None:
-    assert exchanged(Alone()) == expected(1)
+    """And sends nothing."""
+    alone = Alone()
+    assert exchanged(alone) == expected(1) and alone.sent_bytes == 0
 
 
 @pytest.mark.parametrize("size", [2, 4])
