@@ -182,10 +182,10 @@ def test_another_budget_is_planned_anew_and_said(
 ) -> None:
     on(monkeypatch)
     before = plan_in(stopped)
-    plan, said = resumed(stopped, "37MB")
-    assert "the run is planned anew: the budget is 37 MB, no longer 40 MB" in said
-    assert plan.budget_bytes == 37_000_000 and plan != before
-    assert 'budget = "37MB"' in (stopped / "config.toml").read_text()
+    plan, said = resumed(stopped, "39MB")
+    assert "the run is planned anew: the budget is 39 MB, no longer 40 MB" in said
+    assert plan.budget_bytes == 39_000_000 and plan != before
+    assert 'budget = "39MB"' in (stopped / "config.toml").read_text()
     after, said = resumed(stopped)  # the run has that budget now
     assert after == plan and "planned anew" not in said
 

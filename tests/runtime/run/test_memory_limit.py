@@ -7,11 +7,13 @@ import os
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
+from oracles.whole_model import relative_error
 from support.bundles import Tiny
 from support.cgroups import memory_group
 from support.lengths import first_of
-from support.runs import adapter, ondevice, succeeds, train_arguments
+from support.runs import ondevice, succeeds, train_arguments
 
 from runtime.core.errors import BudgetError
 from runtime.plan.limit import KERNEL_BYTES
@@ -39,7 +41,12 @@ def test_the_smallest_budget_fits_a_group_of_8_mb_more(
         assert not group.killed, done.stderr
         assert done.returncode == 0, done.stderr
     succeeds(*train_arguments(bundle, tmp_path / "free", 4, **words))
-    assert adapter(tmp_path / "run") == adapter(tmp_path / "free")
+    # at the very limit a process that is a little larger takes other tiles
+    limited, free = (
+        mx.load(str(tmp_path / run / "adapters.safetensors")) for run in ("run", "free")
+    )
+    assert limited.keys() == free.keys()
+    assert all(relative_error(limited[name], free[name]) < 1e-4 for name in free)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cgroups")
