@@ -64,7 +64,8 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_user_pages_are_short() -> None:
-    words = {page.name: len(page.read_text().split()) for page in USER_PAGES}
+    written = [page for page in USER_PAGES if page.name != "models.md"]  # which is generated
+    words = {page.name: len(page.read_text().split()) for page in written}
     assert sum(words.values()) <= MOST_WORDS_OF_USER_PAGES, words
 
 
