@@ -227,7 +227,7 @@ def test_what_is_unusual_about_a_file_is_counted_with_its_format(bundle: Path) -
         ("a.json", b'{"messages": [{"role": "user"}]}', "holds no JSON list of rows"),
         ("a.csv", b"text\n\xe9\xe9\n", "is not text in UTF-8"),
         ("a.jsonl", "[".encode("utf-16") + b"1", "is not text in UTF-16"),
-        ("a.jsonl", gzip.compress(b'{"text": "a"}'), r"is compressed \(gzip\); unpack it"),
+        ("a.jsonl", gzip.compress(b'{"text": "a"}', mtime=0), r"is compressed \(gzip\); unpack it"),
         ("a.csv", b"PK\x03\x04\x14\x00", r"is compressed \(zip, as .xlsx is too\)"),
         ("a.csv", b"text,text\na,b\n", "two columns are named 'text'; rename one"),
     ],
