@@ -55,6 +55,7 @@ def watch(seconds: float, waits_for: str) -> Callable[[], None]:
 
     def end() -> None:
         os.close(writer)
+        os.kill(child, signal.SIGKILL)  # if it is stopped, it does not see the end
         os.waitpid(child, 0)
 
     return end

@@ -159,8 +159,9 @@ class Case:
         }
 
     def ranks(self) -> dict[int, int]:
-        """The process of each rank that has one."""
-        return {rank: process for process, rank in self.processes().items() if rank >= 0}
+        """The process of each rank that has one, and not the child that keeps its time."""
+        first = sorted(self.processes().items(), reverse=True)
+        return {rank: process for process, rank in first if rank >= 0}
 
 
 def _pause(seconds: float) -> None:

@@ -98,6 +98,24 @@ def test_nobody_waits_without_an_end_for_the_others() -> None:
         assert "rank 0 on " in late.stderr and f"the other processes to {said}" in late.stderr
 
 
+STOPPED = """
+import os, signal
+from runtime.parallel.watch import watch
+
+forked, fork = [], os.fork
+os.fork = lambda: forked.append(fork()) or forked[-1]
+end = watch(60, "begin")
+os.kill(forked[0], signal.SIGSTOP)
+end()
+print("it goes on")
+"""
+
+
+def test_a_child_that_keeps_the_time_and_is_stopped_holds_nobody() -> None:
+    ended = python(STOPPED)
+    assert (ended.returncode, ended.stdout) == (0, "it goes on\n"), ended.stderr
+
+
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 def test_an_mpirun_that_waits_for_a_lost_machine_is_ended(tmp_path: Path) -> None:
     mpirun = tmp_path / "mpirun"
