@@ -80,12 +80,6 @@ class Attention(Function, frozen=True):
         nbytes = nbytes + max(scores, part) if call.backward else nbytes
         return nbytes + prefix_bytes(q, k, v, block, execution.prefix, call.backward)
 
-    def multiply_adds(self, call: Call, execution: Execution) -> int:
-        """Those of scores and of their products with values, of half of the keys before a token."""
-        _, heads, tokens, width = shape_at(call.values[self.inputs[0]], call.tokens)
-        keys = tokens // 2 if self.window is None else min(tokens // 2, self.window)
-        return 2 * heads * keys * width
-
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
         """The arrays of every block of queries; scores are replaced in place by what follows them.
 

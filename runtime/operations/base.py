@@ -169,8 +169,6 @@ class Operation(
     """Whether schedules run its backward."""
     takes_parameters: ClassVar[bool] = False
     """Whether inputs may be parameters."""
-    repeats: ClassVar[bool] = False
-    """Whether its backward repeats products of its forward, whose results nothing keeps."""
     cheap: ClassVar[bool] = False
     """Whether recomputing its results where they are read costs next to nothing."""
 
@@ -286,10 +284,6 @@ class Operation(
         Each buffer has whole pages.
         """
         return pages(self.working_bytes(call, execution))
-
-    def multiply_adds(self, call: Call, execution: Execution) -> int:
-        """About how many multiply-adds its forward takes for a token, where they count."""
-        return 0
 
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
         """The rows of the factor that a BLAS packs, if there may be more of them than tokens."""

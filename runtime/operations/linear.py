@@ -82,12 +82,6 @@ class Linear(Operation, frozen=True):
             if call.backward or linear.output in call.wanted
         )
 
-    def multiply_adds(self, call: Call, execution: Execution) -> int:
-        """The values of its matrices."""
-        matrices = execution.tables.matrices
-        chosen = [linear.name for linear in self.linears if linear.output in call.wanted]
-        return sum(matrices[call.tensor(n)].rows * matrices[call.tensor(n)].columns for n in chosen)
-
     def check(
         self,
         where: str,

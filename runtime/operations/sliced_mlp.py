@@ -32,7 +32,6 @@ class SlicedMlp(Function, frozen=True):
     down: Linear
 
     runs_once_per_tile: ClassVar[bool] = True
-    repeats: ClassVar[bool] = True
 
     @property
     def label(self) -> str:
@@ -97,15 +96,6 @@ class SlicedMlp(Function, frozen=True):
         sums = kinds * inputs if call.wanted else 0  # in place of the result, until they are joined
         in_place = inputs if call.wanted and tokens == call.tokens else 0
         return summed + max(held + sums - in_place, sums)
-
-    def multiply_adds(self, call: Call, execution: Execution) -> int:
-        """The values of its matrices; a backward repeats the products with gate and up."""
-        linears = (self.into,) if call.backward else (self.into, self.down)
-        names = [name for linear in linears for name in linear.matrices(call.tensor)]
-        return sum(
-            execution.tables.matrices[name].rows * execution.tables.matrices[name].columns
-            for name in names
-        )
 
     def width(self, tensor: Callable[[str], str], execution: Execution) -> int:
         """How many columns of its width it takes at once."""

@@ -280,21 +280,6 @@ class PeakModel:
         self._keeping[index] = peak + self._materialized_block(lowered)
         return self._keeping[index]
 
-    def spared(self, index: int) -> int:
-        """About how many multiply-adds a layer spares for each token by keeping values."""
-        lowered = self.lowered.blocks[index]
-
-        def repeated(schedule: tuple[Instruction, ...]) -> int:
-            """Those of a backward's forwards, and of operations that repeat their own."""
-            calls = [
-                (each.operation, self._call(lowered, lowered.program, each, 1, self.lowered.bucket))
-                for each in schedule
-                if not each.backward or each.operation.repeats
-            ]
-            return sum(operation.multiply_adds(call, self.execution) for operation, call in calls)
-
-        return repeated(lowered.backward) - repeated(lowered.backward_kept)
-
     def live_bytes_keeping(self, blocks: tuple[BlockPeak, ...], kept: int) -> int:
         """The peak bytes if the last `kept` layers keep values instead of recomputing them.
 

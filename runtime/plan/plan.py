@@ -420,7 +420,7 @@ class Planner:
     ) -> Plan:
         """Spend the rest of the budget on kept activations, then on dequantized weights."""
         layers = range(1, len(self.manifest.blocks) - 1)
-        sizes, kept, kept_bytes = self._most_spared(request, demand, sizes, plan, spare)
+        sizes, kept, kept_bytes = self._keeping(request, demand, sizes, plan, spare)
         model = self.model(request, demand, sizes)
         materialized = materialized_bytes = 0
         spare -= kept_bytes
@@ -436,25 +436,28 @@ class Planner:
                 head = more <= spare
         return self._with(request, demand, sizes, plan, kept, materialized, head)
 
-    def _most_spared(
+    def _keeping(
         self, request: Request, demand: Demand, sizes: Sizes, plan: Plan, spare: int
     ) -> tuple[Sizes, int, int]:
-        """The sizes with which keeping activations spares most; the layers that do, their bytes."""
-        best, best_spared = (sizes, 0, 0), 0
-        ways = (True, False) if sizes.slices else (True,)
-        for keeps_mlps in ways if demand.backward else ():
-            way = replace(sizes, keeps_mlps=keeps_mlps)
+        """The sizes at which as many layers as fit keep activations; how many, and their bytes.
+
+        Those inside MLPs are kept only if all layers can keep theirs: they are the largest, and
+        computed again they stay in the processor's cache.
+        """
+        layers, kept, kept_bytes = len(self.manifest.layers), 0, 0
+        if not demand.backward:
+            return sizes, 0, 0
+        for way in (replace(sizes, keeps_mlps=True), replace(sizes, keeps_mlps=False)):
             model = self.model(request, demand, way)
-            kept = kept_bytes = spared = 0
-            for count in range(1, len(self.manifest.layers) + 1):
+            kept = kept_bytes = 0
+            for count in range(1, layers + 1):
                 added = self._kept_bytes(model, plan, count)
                 if added > spare:
                     break
                 kept, kept_bytes = count, added
-                spared += model.spared(len(self.manifest.layers) + 1 - count)
-            if spared > best_spared:
-                best, best_spared = (way, kept, kept_bytes), spared
-        return best
+            if kept == layers or not sizes.slices:
+                return way, kept, kept_bytes
+        return way, kept, kept_bytes
 
     def _kept_bytes(self, model: PeakModel, plan: Plan, layers: int) -> int:
         """Bytes that so many layers add to the peak of a plan by keeping activations."""
