@@ -25,9 +25,9 @@ class Matrices:
     """Tiles of matrices, with as many rows as the lowering has decided, or as many columns.
 
     The keys of `tile_rows` are the offsets of matrices in weights.bin, and those of `tile_columns`
-    the offsets of the matrices whose tiles have all rows. Dequantized tiles are freed
-    after use. With `materialize_blocks` they stay until `release`, so that a whole block is
-    dequantized at once, as in the MeBP paper. Those in `materialized` stay for the whole run.
+    the offsets of the matrices whose tiles have all rows. Dequantized tiles are freed after use.
+    With `materialize_blocks` they stay until `release`, so that a whole block is dequantized at
+    once, as in the MeBP paper. Those in `materialized` stay for the whole run.
     """
 
     weights: WeightSource

@@ -30,9 +30,9 @@ class Sizes:
 
     `tile_values` bounds the values of a matrix that are dequantized at once, `attention_block` the
     queries whose attention scores exist at once. With `slices`, an MLP takes a slice of its width
-    at a time; with `keeps_mlps`, not in layers that keep values, which keep its values too. With
-    `materialize_blocks`, dequantized weights stay until their block is done. `chunk_rows` is how
-    many rows of the vocabulary the head takes at once, 0 for as many as `tile_values` allows.
+    at a time; with `keeps_mlps`, layers that keep values take it whole, and keep its values too.
+    With `materialize_blocks`, dequantized weights stay until their block is done. `chunk_rows` is
+    how many rows of the vocabulary the head takes at once, 0 for as many as `tile_values` allows.
     `cache_bytes` limits MLX's own cache, where it has one. On a GPU a block's forward or backward,
     or each operation in it, can be one `evaluation`.
     """
@@ -54,8 +54,8 @@ class LoweredBlock:
     `forward` computes the output. `keeping` computes the output and keeps the values `kept`.
     `backward` computes the gradient of the input (except in the first layer with an adapter, where
     nothing reads it) from the input and the gradient of the output; `backward_kept` also uses the
-    values `kept`. Layers before that one have no backward. These may take an MLP
-    whole, and keep its values, while the others slice it.
+    values `kept`. Layers before that one have no backward. Where `forward` and `backward` slice an
+    MLP, `keeping` and `backward_kept` may take it whole, so that its values are kept as well.
     `head` is the operation that passes over the vocabulary, in the last block.
     A block that decodes has a forward only.
     """
@@ -214,12 +214,11 @@ def _lower_block(
     input_wanted: bool,
     context: int,
 ) -> LoweredBlock:
-    program = manifest.block_types[block.type].program(manifest.device)
+    whole = manifest.block_types[block.type].program(manifest.device)
     if context:
-        return _decoding(block, program.decoding(context), adapted)
-    keeping = program = fold(program) if sizes.slices else program
-    if sizes.keeps_mlps:
-        keeping = manifest.block_types[block.type].program(manifest.device)
+        return _decoding(block, whole.decoding(context), adapted)
+    program = fold(whole) if sizes.slices else whole
+    keeping = whole if sizes.keeps_mlps else program
 
     def evaluated(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
         return _with_evaluations(schedule) if sizes.evaluation == "operation" else schedule
