@@ -30,18 +30,21 @@ OF_THE_SYSTEM := $(addprefix tests/, harness/doctor runtime/core runtime/data/te
   runtime/run/test_folder.py runtime/run/test_memory_limit.py runtime/run/test_moved_runs.py \
   runtime/storage)
 
-.PHONY: setup blas tokenizers demo test test-all test-night test-darwin check clean
+.PHONY: setup packages blas tokenizers demo test test-all test-night test-darwin check \
+  check-style check-types check-darwin clean
 
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[demo,dev]'
-	$(BIN)/python -m pip install --quiet --no-deps '$(BFCL)'
-	$(MAKE) blas
-	$(MAKE) tokenizers
+	$(MAKE) -j 3 packages blas tokenizers
 	touch $@
+
+# Compiled when first imported: most of what the packages bring never is.
+packages:
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps '$(BFCL)'
 
 # On x86-64 the OpenBLAS wheel needs the Fortran runtime, which minimal Linux images lack; elsewhere
 # there is no such wheel, and OpenBLAS is the system's.
@@ -89,11 +92,18 @@ test-darwin: setup
 	else set -x; ONDEVICE_TEST_DARWIN=1 $(PYTEST) $(DARWIN_TESTS); fi
 
 check: setup
+	$(MAKE) -j 2 check-darwin check-types check-style
+
+check-style:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	MYPYPATH=tests $(BIN)/mypy $(ON_DARWIN) ondevice export runtime harness tests
 	$(BIN)/lint-imports
+
+check-types:
+	$(BIN)/mypy
+
+check-darwin:
+	MYPYPATH=tests $(BIN)/mypy $(ON_DARWIN) ondevice export runtime harness tests
 
 clean:
 	rm -rf $(VENV) demo-out
