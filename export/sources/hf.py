@@ -63,7 +63,9 @@ class HFCheckpoint(Checkpoint):
         text = text_config(raw, where)
         model = build_model(family, normalise_config(raw, where, True), where)
         self._tensors, others, renamed = _language_model(files, model, str(folder))
-        if "text_config" in raw:  # what sees or hears is left out, as the text model alone is read
+        if (
+            text["model_type"] != raw["model_type"]
+        ):  # what sees or hears is left out, as the text model alone is read
             others = [name for name in others if not is_of_tower(name)]
         if others:
             warnings.append(
@@ -187,7 +189,7 @@ class HFCheckpoint(Checkpoint):
 def _says_tied(raw: dict[str, Any], text: dict[str, Any], family: str) -> bool:
     """Whether a configuration ties the embedding and the output matrix; by default as elsewhere."""
     tied = raw.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    if tied is None and not has_list(family, raw["model_type"]):
+    if tied is None and not has_list(family, text["model_type"]):
         tied = (completed({"model_type": raw["model_type"]}) or {}).get("tie_word_embeddings")
     return family == "gemma3_text" if tied is None else bool(tied)
 
