@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from export.sources import capped
 from export.sources.general import (
     arguments_of,
     model_class,
@@ -41,7 +42,7 @@ _OF_THE_SOURCE = (
 )
 
 # the weight with which a norm scales by 1, where it is not 1: Gemma multiplies by 1 + w
-NORM_NEUTRAL = {"gemma": 0.0, "gemma3_text": 0.0, "nemotron": 0.0}
+NORM_NEUTRAL = dict.fromkeys(("gemma", "gemma2", "gemma3_text", "nemotron"), 0.0)
 
 _OF_ALL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1),
@@ -232,6 +233,7 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
             f"{where}: {family} cannot be built from this configuration: {why}"
         ) from e
     install(model)
+    capped.install(model)
     if hasattr(model, "sanitize"):  # in which mlx-lm drops the output matrix of tied models
         own = dict(tree_flatten(model.parameters()))
         if config.get("tie_word_embeddings", True):

@@ -2,7 +2,7 @@
 
 Granite multiplies by constants, the logits among them; OLMo 2 norms after the block, and the whole
 width of queries and keys; Phi-3 has one matrix for queries, keys and values; SmolLM3 has a layer
-without positions.
+without positions; Gemma 2 caps scores and logits; the head of Phi has a bias.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ from runtime.storage.activations import Activations
 
 Rng = np.random.Generator
 BUCKET = 32
-TYPES = ("granite", "olmo2", "phi3", "smollm3")
+TYPES = (
+    *("granite", "olmo2", "phi3", "smollm3", "gemma2", "phi"),
+    *(pytest.param(one, marks=pytest.mark.slow) for one in ("gptj", "muse_glimmer", "qwen2_vl")),
+)
 
 
 def written(folder: Path, model_type: str, **changes: Any) -> Path:

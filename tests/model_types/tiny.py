@@ -54,6 +54,8 @@ OF_IMAGES = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 
 OF_TYPE: dict[str, Settings] = {
     "gpt_neox": {"intermediate_size": 256},
     "gemma3_text": {"num_hidden_layers": 6},
+    "gemma2": {"sliding_window": 256},
+    "gptj": {"n_inner": None},
     "granitemoehybrid": {
         "layer_types": ["full_attention"] * 4,
         "num_local_experts": 0,
