@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from export.sources.source import INSIDE
 from export.stored import F32
 from runtime.adapters.names import A, B
 from runtime.bundle.manifest import Manifest
-
-_SEES = ("gemma3",)  # architectures with a vision tower, as their configurations name them
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class Adapter:
 
     @property
     def sees(self) -> bool:
-        """Whether the model is the language model of one with a vision tower."""
-        return self.manifest.provenance.get("model_type") in _SEES
+        """Whether the model is the language model of one that sees or hears besides."""
+        return INSIDE in self.manifest.provenance
 
 
 def base_model(provenance: Mapping[str, Any]) -> tuple[str, str | None]:

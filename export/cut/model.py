@@ -9,6 +9,7 @@ is neither causal nor a sliding window.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -44,6 +45,8 @@ from runtime.operations.head import Head
 from runtime.operations.linear import Linear, Product
 from runtime.operations.program import BlockType, StoredOperation
 from runtime.operations.values import Shape, T, is_parameter, shape_at, token_axis
+
+_HUGE = 1e9  # a product that any cap of logits cuts off
 
 
 @dataclass
@@ -116,10 +119,12 @@ class _EndsCutter:
         with taps.recording(Tape()) as tape:
             taps.model(mx.zeros((1, taps.probe), dtype=mx.int32))
         self.calls = tape.calls
+        self.bias = False  # of the head
         self._check_calls()
         self.parameters = _parameters(taps.model)
         self.shape: Shape = (1, T, self.calls[1].inputs[0].shape[-1])
         self.factor = 1.0  # of the logits, which the head's graph gives its hidden states
+        self.cap: float | None = None  # of the logits after that
         self.passes = self._checked_passes()
 
     def embedding(self) -> tuple[BlockType, list[ElementwiseGraph]]:
@@ -131,7 +136,7 @@ class _EndsCutter:
     def head(self) -> tuple[BlockType, list[ElementwiseGraph]]:
         """The block type of the head, and its graphs."""
         block_type, graphs = self._elementwise("head", "x", "h", len(self.calls) - 1)
-        head = Head((block_type.output,), self.calls[-1].name)
+        head = Head((block_type.output,), self.calls[-1].name, self.bias, self.cap)
         return replace(block_type, operations=(*block_type.operations, head)), graphs
 
     def _check_calls(self) -> None:
@@ -142,8 +147,7 @@ class _EndsCutter:
                 "layers and one product for the head are expected; such models are not supported"
             )
         (head,) = (call for call in self.calls if isinstance(call, LinearCall))
-        if head.bias:
-            raise BundleError(f"the head, {head.name}, has a bias; that is not supported")
+        self.bias = head.bias
 
     def _replay(self, outputs: Sequence[mx.array]) -> tuple[list[Call], mx.array]:
         """The calls and the result of the model, whose taps return `outputs`."""
@@ -169,7 +173,11 @@ class _EndsCutter:
                 "embedding: a skip past a layer is not supported"
             )
         if traced.passes[-1] != last:
-            self.factor = self._logits_factor()
+            self.factor, self.cap = self._logits_shape()
+        if self.bias and self.factor != 1:
+            raise BundleError(
+                "the head has a bias and a factor of its logits, which is not supported"
+            )
         for index in range(1, len(self.taps.layers)):
             if traced.passes[index] != index:
                 raise BundleError(
@@ -178,23 +186,36 @@ class _EndsCutter:
                 )
         return traced.passes
 
-    def _logits_factor(self) -> float:
-        """The constant by which the model multiplies its logits, as Granite and Cohere do.
+    def _logits_shape(self) -> tuple[float, float | None]:
+        """The factor f and the cap c of logits: c tanh(f x / c) of the products x, or f x.
 
-        Raises BundleError where it computes anything else from them.
+        Granite and Cohere have a factor, Gemma 2 a cap. Raises BundleError where the model computes
+        anything else from its products.
         """
         *before, product = (call.output for call in self.calls)
-        logits = self._replay([*before, mx.ones_like(product)])[1]
-        factor = float(logits.reshape(-1)[0].item())  # type: ignore[arg-type]
-        for size in (1.0, 1e3):  # what caps logits changes large ones
+
+        def logits(values: mx.array) -> mx.array:
+            return self._replay([*before, values])[1]
+
+        def of(value: float) -> float:
+            return float(logits(mx.full(product.shape, value)).reshape(-1)[0].item())  # type: ignore[arg-type]
+
+        factor, cap, most = of(1.0), None, of(_HUGE)
+        if most == of(2 * _HUGE) and most > abs(factor):
+            cap = most
+            factor = cap * math.atanh(factor / cap)
+            factor = 1.0 if math.isclose(factor, 1, rel_tol=1e-6) else factor
+        for size in (1.0, 1e3):
             values = size * mx.random.normal(product.shape, key=mx.random.key(0))
-            logits = self._replay([*before, mx.array(values)])[1]
-            if logits.shape != values.shape or not mx.allclose(logits, factor * values, 1e-5):
+            found = logits(mx.array(values))
+            expected = factor * values
+            expected = expected if cap is None else cap * mx.tanh(expected / cap)
+            if found.shape != expected.shape or not mx.allclose(found, expected, 1e-5, 1e-6):
                 raise BundleError(
-                    "the model changes its logits after the head's product, as soft-capping does; "
-                    "that is not supported"
+                    "the model changes its logits after the head's product otherwise than by a "
+                    "factor or a cap; that is not supported"
                 )
-        return factor
+        return factor, cap
 
     def _elementwise(
         self, name: str, source: str, target: str, consumer: int
@@ -344,7 +365,7 @@ class _LayerCutter:
         keys = [f"attention{count}.{part}" for part in "qkv"]
         q, k, v = self._reach(list(zip(keys, call.inputs, strict=True)))
         output = f"attention{count}.out"
-        self.operations.append(Attention((q, k, v), (output,), call.scale, self.window))
+        self.operations.append(Attention((q, k, v), (output,), call.scale, self.window, call.cap))
         return output
 
     def _reach(self, inputs: list[tuple[str, mx.array]]) -> list[str]:

@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from export.sources import capped
 from runtime.core.errors import BundleError
 
 SHORTEST_PROBE = 13
@@ -74,9 +75,10 @@ class LinearCall(Call):
 
 @dataclass(frozen=True)
 class AttentionCall(Call):
-    """Scaled dot-product attention of (q, k, v)."""
+    """Scaled dot-product attention of (q, k, v), whose scores may be capped."""
 
     scale: float
+    cap: float | None
 
 
 class Tape:
@@ -238,7 +240,14 @@ class Taps:
         """Record to `tape`, with MLX's attention replaced by a tap, inside the `with` block."""
 
         def attention(
-            q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, **rest: Any
+            q: mx.array,
+            k: mx.array,
+            v: mx.array,
+            *,
+            scale: float,
+            mask: Any = None,
+            cap: float | None = None,
+            **rest: Any,
         ) -> mx.array:
             if given := sorted(name for name, value in rest.items() if value is not None):
                 raise BundleError(
@@ -252,11 +261,11 @@ class Taps:
                     "attention is given another mask than its layer; such models are not supported"
                 )
             output = tape.output((*q.shape[:-1], v.shape[-1]))
-            return tape.record(AttentionCall("attention", (q, k, v), output, float(scale)))
+            return tape.record(AttentionCall("attention", (q, k, v), output, float(scale), cap))
 
-        original = mx.fast.scaled_dot_product_attention
+        original = mx.fast.scaled_dot_product_attention, capped.attention
         previous, self.tape = self.tape, tape
-        mx.fast.scaled_dot_product_attention = attention
+        mx.fast.scaled_dot_product_attention = capped.attention = attention
         own = {name: getattr(nn, name) for name in self.activations}
         try:
             for name, function in self.activations.items():
@@ -265,7 +274,7 @@ class Taps:
         finally:
             for name, function in own.items():
                 setattr(nn, name, function)
-            mx.fast.scaled_dot_product_attention = original
+            mx.fast.scaled_dot_product_attention, capped.attention = original
             self.tape = previous
 
 

@@ -35,6 +35,7 @@ PROBE = 17  # tokens: more than the windows that are tried
 # sizes of tensors, which the checkpoint's own shapes confirm, and the lengths
 _SIZES = {
     *("model_type", "num_hidden_layers", "max_position_embeddings", "tie_word_embeddings"),
+    *("n_positions", "n_ctx", "n_inner"),
     *("original_max_position_embeddings", "quantization", "quantization_config", IN_CONFIG),
 }
 
@@ -68,8 +69,10 @@ def unread(
     settings = settings_of(dict(given), family, where)
     known = arguments_of(family)
     before = ""
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in settings.items():
+        if "softcap" in key and value is None and (defaults or {}).get(key) is not None:
+            found[key] = value  # classes cap with their own number, then
         if _is_neutral(key) or _is_off(key, value, settings):
             continue
         if defaults is not None and key not in defaults and key not in known:
@@ -106,17 +109,22 @@ def _is_off(key: str, value: Any, settings: Mapping[str, Any]) -> bool:
         return True
     types = settings.get("layer_types")
     full = isinstance(types, list) and {*types} == {"full_attention"}
+    longest = settings.get("max_position_embeddings")
     if key == "layer_types":
-        return full
+        alike = isinstance(types, list) and {*types} <= {"full_attention", "sliding_attention"}
+        return full or (alike and _is_wide(settings.get("sliding_window"), longest))
     if key == "partial_rotary_factor":
         return bool(value == 1)
     if key == "head_dim":
         return bool(value * settings.get("num_attention_heads", 0) == settings.get("hidden_size"))
     if "window" in key:
-        longest = settings.get("max_position_embeddings")
-        wide = type(value) is int and type(longest) is int and value >= longest
-        return full or wide or settings.get("use_sliding_window") is False
+        return full or _is_wide(value, longest) or settings.get("use_sliding_window") is False
     return False
+
+
+def _is_wide(window: Any, longest: Any) -> bool:
+    """Whether a window is as wide as the longest sequence."""
+    return type(window) is int and type(longest) is int and window >= longest
 
 
 def another_value(key: str, value: Any) -> Any:
@@ -171,6 +179,7 @@ def _signature(family: str, config: dict[str, Any]) -> str:
             (
                 call.name,
                 getattr(call, "scale", None),
+                getattr(call, "cap", None),
                 getattr(call, "bias", None),
                 call.output.shape,
             )

@@ -12,7 +12,15 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from export.sources.general import model_class, model_module, normalised
+from export.sources import capped
+from export.sources.general import (
+    arguments_of,
+    model_class,
+    model_module,
+    normalised,
+    text_family,
+    text_settings,
+)
 from export.sources.rope import ORIGINAL_LENGTH, checked_scaling, install
 from export.sources.windows import (
     FULL,
@@ -25,10 +33,6 @@ from export.sources.windows import (
 )
 from runtime.core.errors import BundleError, UsageError
 
-# Hugging Face model_type -> module under mlx_lm.models, where it is no name in mlx-lm's own table
-MODEL_TYPES = {
-    "gemma3": "gemma3_text",  # with a vision tower: its text_config counts
-}
 # classes of transformers that load a family's fused checkpoints, where its own table has another
 _CLASSES = {"gemma3_text": "Gemma3ForCausalLM"}
 # settings that describe a single checkpoint, and not its architecture
@@ -38,7 +42,7 @@ _OF_THE_SOURCE = (
 )
 
 # the weight with which a norm scales by 1, where it is not 1: Gemma multiplies by 1 + w
-NORM_NEUTRAL = {"gemma": 0.0, "gemma3_text": 0.0, "nemotron": 0.0}
+NORM_NEUTRAL = dict.fromkeys(("gemma", "gemma2", "gemma3_text", "nemotron"), 0.0)
 
 _OF_ALL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1),
@@ -81,6 +85,8 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
         "vocab_size": 262208,
     },
 }  # fmt: skip
+# which parts of a head are turned by a place in an image, which for text is the position
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _MEANS_NONE = ("num_key_value_heads", "sliding_window")  # null there is no other way to leave out
 
 _SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
@@ -99,7 +105,9 @@ def check_architecture(raw: dict[str, Any], where: str) -> str:
     given = raw.get("model_type")
     if not isinstance(given, str):
         raise BundleError(f"{where}: architecture {given!r} is not supported")
-    family: str = {**MODEL_REMAPPING, **MODEL_TYPES}.get(given, given)
+    family: str = MODEL_REMAPPING.get(given, given)
+    if text := text_settings(raw, where):
+        family = text_family(family, text.get("model_type"))
     model_module(family, where)
     return family
 
@@ -125,7 +133,7 @@ def normalise_config(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict
 def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, Any]:
     family = check_architecture(raw, where)
     config = text_config(raw, where)
-    if not has_list(family, raw["model_type"]):
+    if not has_list(family, config["model_type"]):
         return normalised(config, family, where, has_lm_head)
     for key, value in LEFT_OUT.get(family, {}).items():
         if key not in config or (config[key] is None and key not in _MEANS_NONE):
@@ -166,7 +174,7 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
 
 def has_list(family: str, model_type: str) -> bool:
     """Whether the settings of a model type are listed here, and not found by tracing."""
-    return family in FIXED and (model_type == family or model_type in MODEL_TYPES)
+    return family in FIXED and model_type == family
 
 
 def completed_config(family: str, config: dict[str, Any], where: str = "config") -> dict[str, Any]:
@@ -225,6 +233,7 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
             f"{where}: {family} cannot be built from this configuration: {why}"
         ) from e
     install(model)
+    capped.install(model)
     if hasattr(model, "sanitize"):  # in which mlx-lm drops the output matrix of tied models
         own = dict(tree_flatten(model.parameters()))
         if config.get("tie_word_embeddings", True):
@@ -258,12 +267,13 @@ def _not_finite(value: Any, name: str = "") -> Iterator[str]:
 
 
 def text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """The text half of a multimodal Gemma 3; others whole."""
-    if raw["model_type"] != "gemma3":
-        return dict(raw)
-    if not isinstance(raw.get("text_config"), dict):
-        raise BundleError(f"{where}: a gemma3 configuration needs a text_config")
-    text = dict(raw["text_config"])
+    """The settings of the text half of a model that sees or hears; those of others whole."""
+    text = text_settings(raw, where)
+    if text is None or "text_config" in arguments_of(check_architecture(raw, where)):
+        return dict(raw)  # in the second case mlx-lm has no class of its own for the text model
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(scope := text.get(key), dict):
+            text[key] = {name: value for name, value in scope.items() if name not in _OF_IMAGES}
     return text | {key: raw[key] for key in ("vocab_size", "tie_word_embeddings") if key in raw}
 
 

@@ -110,6 +110,50 @@ def _decoded(value: Any) -> Any:
     return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 
 
+def text_settings(raw: dict[str, Any], where: str) -> dict[str, Any] | None:
+    """The settings of the text model inside of one that sees or hears; None where there is none.
+
+    Configurations of earlier years have them beside those of the tower, as Qwen2-VL's. Raises
+    BundleError where they cannot be understood.
+    """
+    import transformers
+
+    text = raw.get("text_config")
+    if isinstance(text, dict) and isinstance(text.get("model_type"), str):
+        return dict(text)
+    known = raw["model_type"] in transformers.CONFIG_MAPPING
+    kind = transformers.CONFIG_MAPPING[raw["model_type"]] if known else None
+    if "text_config" not in (getattr(kind, "sub_configs", None) or {}):
+        return None
+    try:
+        whole: dict[str, Any] = (completed(raw) or {})["text_config"]
+        return {**text, "model_type": whole["model_type"]} if text else whole
+    except (AttributeError, LookupError, TypeError, ValueError) as e:
+        raise BundleError(f"{where}: its text_config cannot be understood: {e}") from e
+
+
+def text_family(outer: str, model_type: str | None) -> str:
+    """The module of mlx-lm with the class of a text model of a type inside of an `outer` one.
+
+    mlx-lm's class of the outer model says where it is, unless mlx-lm has one for the text's type.
+    It is the outer one itself where that has a text model of its own.
+    """
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    names = module_names()
+    own = str(MODEL_REMAPPING.get(model_type, model_type))
+    if outer not in names:
+        return own if own in names else outer
+    imported = [
+        value.__name__.rpartition(".")[2]
+        for value in vars(model_module(outer)).values()
+        if isinstance(value, ModuleType) and hasattr(value, "ModelArgs")
+    ]
+    if not imported:
+        return outer
+    return own if own in names else imported[0] if len(imported) == 1 else outer
+
+
 def model_class(model_type: str) -> str | None:
     """The name of transformers' class of causal language models of a type, or None."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -137,6 +181,11 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
     full = settings_of(raw, family, where)
     known = arguments_of(family)
     layers = next((full[name] for name in _LAYERS if full.get(name) is not None), None)
+    if "text_config" in known and "text_config" in raw:
+        raise BundleError(
+            f"{where}: mlx-lm's {family} has no class of its own for the text model inside, which "
+            "is not supported"
+        )
     if not isinstance(layers, int) or not 1 <= layers <= _MAX_LAYERS:
         raise BundleError(
             f"{where}: num_hidden_layers must be from 1 to {_MAX_LAYERS}, is {layers!r:.40}"
@@ -185,7 +234,9 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     nested = full.get("rope_parameters") or {}
     scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, family, where)
     base_alone = {*nested} <= {"rope_theta", "rope_type"} and "rope_theta" in known
-    if "rope_parameters" not in known or base_alone:
+    by_type = any(isinstance(value, dict) for value in nested.values())
+    beside = {"rope_theta", "rope_scaling"} <= known and not by_type
+    if "rope_parameters" not in known or base_alone or beside:
         full.pop("rope_parameters", None)
     full.pop("rope_scaling", None)
     base = scope.pop("rope_theta", None) or full.get("rope_theta")

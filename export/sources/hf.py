@@ -30,7 +30,7 @@ from export.sources.safetensors_files import (
     read_json,
 )
 from export.sources.settings import unknown_settings
-from export.sources.source import RENAMED, Checkpoint, check_tensors, first_names, slices
+from export.sources.source import INSIDE, RENAMED, Checkpoint, check_tensors, first_names, slices
 from export.sources.tokenizer import folder_tokenizer
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_CONFIG, checked
@@ -63,7 +63,8 @@ class HFCheckpoint(Checkpoint):
         text = text_config(raw, where)
         model = build_model(family, normalise_config(raw, where, True), where)
         self._tensors, others, renamed = _language_model(files, model, str(folder))
-        if "text_config" in raw:  # what sees or hears is left out, as the text model alone is read
+        inside = text["model_type"] != raw["model_type"]
+        if inside:  # what sees or hears is left out, as the text model alone is read
             others = [name for name in others if not is_of_tower(name)]
         if others:
             warnings.append(
@@ -108,6 +109,8 @@ class HFCheckpoint(Checkpoint):
             "files": [{"name": file.name, "bytes": file.bytes} for file in files],
             "types": sorted({self._tensors[name].dtype for name in expected}),
         }
+        if inside:
+            provenance[INSIDE] = text["model_type"]
         if renamed:
             provenance[RENAMED] = True
         if digests := checked(config.pop(IN_CONFIG, []), where):
@@ -187,7 +190,7 @@ class HFCheckpoint(Checkpoint):
 def _says_tied(raw: dict[str, Any], text: dict[str, Any], family: str) -> bool:
     """Whether a configuration ties the embedding and the output matrix; by default as elsewhere."""
     tied = raw.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    if tied is None and not has_list(family, raw["model_type"]):
+    if tied is None and not has_list(family, text["model_type"]):
         tied = (completed({"model_type": raw["model_type"]}) or {}).get("tie_word_embeddings")
     return family == "gemma3_text" if tied is None else bool(tied)
 

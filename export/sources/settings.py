@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from export.sources.families import FIXED, has_list, text_config
-from export.sources.general import arguments_of, default_settings, is_neutral_name
+from export.sources.general import arguments_of, completed, default_settings, is_neutral_name
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import BundleError
 
@@ -103,12 +103,18 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
     Raises BundleError for one that, by its name, changes what the model computes.
     """
     text = text_config(raw, where)
-    known = used_settings(family, raw["model_type"]) | neutral_settings()
+    model_type = text["model_type"]
+    known = used_settings(family, model_type) | neutral_settings()
     unknown = _others(text, known | FIXED.get(family, {}).keys())
-    if not has_list(family, raw["model_type"]):
+    if not has_list(family, model_type):
         unknown = {key: value for key, value in unknown.items() if not is_neutral_name(key)}
-    if "text_config" in raw:
-        unknown |= _others(raw, {*WRAPPER_USED, *neutral_in_wrapper(), IN_CONFIG})
+    if model_type != raw["model_type"]:
+        around = {*WRAPPER_USED, *neutral_in_wrapper(), IN_CONFIG}
+        if raw["model_type"] != "gemma3":  # whose settings are listed here
+            around |= (completed({"model_type": raw["model_type"]}) or {}).keys()
+        if "text_config" not in raw:  # in earlier years the text's settings stood beside them
+            around |= known | text.keys()
+        unknown |= _others(raw, around)
     if computing := [key for key in unknown if _COMPUTES.search(key)]:
         raise BundleError(
             f"{where}: {', '.join(f'{key} = {unknown[key]!r:.60}' for key in computing)} is not "

@@ -15,6 +15,8 @@ from runtime.core.errors import BundleError, UsageError
 
 # in a provenance: whether mlx-lm has other tensors than the checkpoint, by its `sanitize`
 RENAMED = "renamed"
+# in a provenance: the type of the text model, where it is inside of one that sees or hears
+INSIDE = "text_model_type"
 SLICE_VALUES = 4 << 20  # how many values of a tensor are in memory at a time
 
 

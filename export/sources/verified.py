@@ -36,8 +36,10 @@ def unverified(checkpoint: Checkpoint, allowed: bool) -> list[str]:
 
     Raises UsageError where that is not `allowed`.
     """
-    model_type = checkpoint.given.get("model_type")
-    if model_type is None or is_verified(model_type):
+    text = checkpoint.given.get("model_type")
+    model_type = str(checkpoint.provenance.get("model_type", text))
+    inside = text if text in tried_types() else model_type
+    if text is None or (is_verified(model_type) and is_verified(inside)):
         return []
     said = (
         f"model type {model_type!r} has not been compared with transformers: its results may "

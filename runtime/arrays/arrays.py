@@ -61,6 +61,15 @@ class Arrays(Protocol):
     def weighed(self, x: mx.array, mean: mx.array, weights: mx.array, scale: float) -> mx.array:
         """(x - mean) * weights * scale for x, weights (..., n), mean (..., 1); x is consumed."""
 
+    def capped(self, x: mx.array, cap: float) -> mx.array:
+        """cap tanh(x / cap), evaluated; x is consumed."""
+
+    def cap_slope(self, y: mx.array, cap: float) -> mx.array:
+        """The slope 1 - (y / cap)**2 of `capped` where its values are y, a new array."""
+
+    def times(self, x: mx.array, factor: mx.array) -> mx.array:
+        """x times a factor of its shape; x is consumed."""
+
     def both(
         self, first: Callable[[], mx.array], second: Callable[[], mx.array]
     ) -> tuple[mx.array, mx.array]:
@@ -128,6 +137,28 @@ class CpuArrays:
         np.multiply(values, np.float32(scale), out=values)
         return x
 
+    def capped(self, x: mx.array, cap: float) -> mx.array:
+        values = view(x)
+        np.divide(values, np.float32(cap), out=values)
+        np.tanh(values, out=values)
+        np.multiply(values, np.float32(cap), out=values)
+        return x
+
+    def cap_slope(self, y: mx.array, cap: float) -> mx.array:
+        slope = mx.zeros(y.shape)
+        mx.eval(slope)
+        values = view(slope)
+        np.divide(view(y), np.float32(cap), out=values)
+        np.square(values, out=values)
+        np.subtract(np.float32(1), values, out=values)
+        return slope
+
+    @quiet
+    def times(self, x: mx.array, factor: mx.array) -> mx.array:
+        values = view(x)
+        np.multiply(values, view(factor), out=values)
+        return x
+
     def both(
         self, first: Callable[[], mx.array], second: Callable[[], mx.array]
     ) -> tuple[mx.array, mx.array]:
@@ -187,6 +218,19 @@ class GpuArrays:
 
     def weighed(self, x: mx.array, mean: mx.array, weights: mx.array, scale: float) -> mx.array:
         return (x - mean) * weights * scale
+
+    def capped(self, x: mx.array, cap: float) -> mx.array:
+        capped = mx.tanh(x / cap) * cap
+        self.settle(capped)
+        return capped
+
+    def cap_slope(self, y: mx.array, cap: float) -> mx.array:
+        slope = 1 - (y / cap).square()
+        self.settle(slope)
+        return slope
+
+    def times(self, x: mx.array, factor: mx.array) -> mx.array:
+        return x * factor
 
     def both(
         self, first: Callable[[], mx.array], second: Callable[[], mx.array]

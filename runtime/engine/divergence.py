@@ -71,7 +71,7 @@ class _Head:
 
     def __init__(self, model: Model, hs: Sequence[mx.array]) -> None:
         self.matrix, self.matrices = model.head_matrix, model.matrices
-        self.rows = model.lowered.execution.chunk_rows
+        self.rows, self.shaping = model.lowered.execution.chunk_rows, model.shaping({})
         packed, arrays = self.matrices.packed, self.matrices.arrays
         self.inputs = [Input.of(h, self.matrix, packed, arrays) for h in hs]
 
@@ -79,7 +79,8 @@ class _Head:
         """The logits (N, stop - start) of each row."""
         tile = self.matrices.tile(self.matrix, start, stop)
         for given in self.inputs:
-            logits = tile.transposed_product(given)
+            products = tile.transposed_product(given)
+            logits = self.shaping.of_tile(products, start, self.matrices.arrays)
             mx.eval(logits)
             yield view(logits)
 

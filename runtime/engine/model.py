@@ -21,10 +21,11 @@ from runtime.bundle.store import Bundle
 from runtime.engine.executor import Executor
 from runtime.engine.graphs import Graphs
 from runtime.operations.attention import STARTS
+from runtime.operations.base import Operation
 from runtime.operations.embedding_kernel import TOKENS
 from runtime.operations.head_kernel import HeadKernel, HeadResult, Targets
 from runtime.operations.kernel import Observe, Tools
-from runtime.operations.logits_kernel import LogitsKernel
+from runtime.operations.logits_kernel import LogitsKernel, Shaping
 from runtime.operations.values import POSITION, gradient_of
 from runtime.plan.lower import LoweredBlock, LoweredModel
 
@@ -83,8 +84,8 @@ class Model:
         return self.matrices.arrays
 
     @cached_property
-    def executor(self) -> Executor:
-        tools = Tools(
+    def tools(self) -> Tools:
+        return Tools(
             self.bundle.manifest.matrices,
             self.weights,
             self.matrices,
@@ -94,16 +95,28 @@ class Model:
             self.profile,
             self.observe,
         )
-        return Executor.of(tools)
+
+    @cached_property
+    def executor(self) -> Executor:
+        return Executor.of(self.tools)
 
     @cached_property
     def head_matrix(self) -> Matrix:
         """The matrix that turns hidden states into logits."""
-        block = self.blocks[-1]
-        head = self._lowered[block].head
-        assert head is not None
-        (name,) = head.matrices(block.tensor)
+        (name,) = self._head.matrices(self.blocks[-1].tensor)
         return self.bundle.manifest.matrices[name]
+
+    @cached_property
+    def _head(self) -> Operation:
+        head = self._lowered[self.blocks[-1]].head
+        assert head is not None
+        return head
+
+    def shaping(self, loras: Loras) -> Shaping:
+        """What becomes of a head's products, as a batch lane sees it."""
+        names = self._head.vectors(self.blocks[-1].tensor)
+        bias = next((self.tools.vector(name, loras) for name in names), None)
+        return Shaping(bias, self._head.logits_cap)
 
     @cached_property
     def _lowered(self) -> dict[Block, LoweredBlock]:
@@ -178,7 +191,7 @@ class Model:
     def logits(self, h: mx.array) -> npt.NDArray[np.float32]:
         """The logits (V,) of the token after the hidden state h (1, D)."""
         with self.profile.span("head"):
-            return LogitsKernel(self.matrices).run(h, self.head_matrix)
+            return LogitsKernel(self.matrices).run(h, self.head_matrix, self.shaping({}))
 
     def _starts(self, offsets: Offsets | None) -> Values:
         """Where packed rows start, for attention; padding is a row of its own. One row has none."""
@@ -262,13 +275,16 @@ class Model:
         """Losses of hidden states h (N, D) against targets (N,), in one pass for all lanes."""
         kernel = HeadKernel(self.matrices, self.lowered.execution.chunk_rows)
         with self.profile.span("head"):
+            loras = loras or [{}] * len(hs)
             moves = [move_of(of_lane) for of_lane in loras]
-            return kernel.run(hs, targets, self.head_matrix, gradient, predictions, moves)
+            shapings = [self.shaping(of_lane) for of_lane in loras]
+            matrix = self.head_matrix
+            return kernel.run(hs, targets, matrix, gradient, predictions, moves, shapings)
 
     def label_logits(self, h: mx.array, labels: Targets, loras: Loras) -> mx.array:
         """Logits (N, K) of chosen tokens (K,) for hidden states h (N, D), evaluated."""
         chosen = self.matrices.rows(self.head_matrix, labels, move_of(loras))
-        logits = h @ chosen.T
+        logits = self.shaping(loras).of_rows(h @ chosen.T, labels, self.arrays)
         mx.eval(logits)
         return logits
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from runtime.arrays.stored import pages
 from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
 from runtime.operations.cached_attention import CachedAttention, prefix_bytes, prefix_of, slots_of
+from runtime.operations.logits import check_cap
 from runtime.operations.values import F32, Shape, T, shape_at
 
 STARTS = "@starts"  # the value that packed sequences have besides (no program can name it so)
@@ -26,13 +27,14 @@ class Attention(Function, frozen=True):
     """softmax(q k^T scale) v for q (1, H, T, D) and k, v (1, K, T, D), H a multiple of K.
 
     A token attends to itself and to earlier tokens of its row; with `window`, to the last `window`
-    of these.
+    of these. With `cap` the scores are cap tanh(q k^T scale / cap).
     """
 
     inputs: tuple[str, str, str]
     outputs: tuple[str]
     scale: float
     window: int | None = None
+    cap: float | None = None
 
     @property
     def prefix(self) -> str:
@@ -58,7 +60,7 @@ class Attention(Function, frozen=True):
     def decoding(self, context: int) -> Operation:
         """`CachedAttention`: to the past tokens too."""
         slots = slots_of(context, self.window)
-        return CachedAttention(self.inputs, self.outputs, self.scale, self.window, slots)
+        return CachedAttention(self.inputs, self.outputs, self.scale, self.window, slots, self.cap)
 
     def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
         return frozenset((*self.inputs, *self.outputs, *self.statistics))
@@ -77,14 +79,16 @@ class Attention(Function, frozen=True):
         query_bytes, key_value_bytes = math.prod(q) * F32, (math.prod(k) + math.prod(v)) * F32
         part = query_bytes * block // tokens
         nbytes = mask + scores + part + key_value_bytes // 2
-        nbytes = nbytes + max(scores, part) if call.backward else nbytes
-        return nbytes + prefix_bytes(q, k, v, block, execution.prefix, call.backward)
+        slopes = 0 if self.cap is None else scores
+        nbytes = nbytes + max(scores, part) + slopes if call.backward else nbytes
+        capped, back = self.cap is not None, call.backward
+        return nbytes + prefix_bytes(q, k, v, block, execution.prefix, back, capped)
 
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
         """The arrays of every block of queries; scores are replaced in place by what follows them.
 
         Forward two arrays as large as a block's scores, backward four: the probabilities and their
-        gradients, each beside what it follows from.
+        gradients, each beside what it follows from; capping takes three more, and its slopes four.
         """
         q, k, v, out = (
             shape_at(call.values[name], call.tokens) for name in (*self.inputs, *self.outputs)
@@ -100,7 +104,9 @@ class Attention(Function, frozen=True):
             sides = pages(k[1] * keys * k[3] * F32) + pages(k[1] * keys * v[3] * F32)
             whole += mask + 6 * row + 6 * queries + 2 * sides
             whole += (4 if call.backward else 2) * scores
-            whole += prefix_bytes(q, k, v, rows, execution.prefix, call.backward)
+            whole += 0 if self.cap is None else (7 if call.backward else 3) * scores
+            capped, back = self.cap is not None, call.backward
+            whole += prefix_bytes(q, k, v, rows, execution.prefix, back, capped)
         return whole
 
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
@@ -126,7 +132,9 @@ class Attention(Function, frozen=True):
         require(int(k[1]) > 0 and int(q[1]) % int(k[1]) == 0, f"{where}: {q[1]} heads on {k[1]}")
         require(self.scale > 0 and math.isfinite(self.scale), f"{where}: scale {self.scale}")
         require(self.window is None or self.window > 0, f"{where}: window {self.window}")
+        check_cap(where, self.cap)
 
     def describe(self, values: Mapping[str, Shape]) -> str:
         window = "" if self.window is None else f" (window {self.window})"
-        return f"attention{window} -> " + "x".join(map(str, values[self.outputs[0]][1:]))
+        cap = "" if self.cap is None else f" (cap {self.cap:g})"
+        return f"attention{window}{cap} -> " + "x".join(map(str, values[self.outputs[0]][1:]))

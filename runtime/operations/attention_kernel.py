@@ -8,6 +8,8 @@ each row; the backward rebuilds the probabilities from it (as FlashAttention, ar
     P = exp(S - lse)   dV = P^T dO   dS = P * (dO V^T - rowsum(dO * O)) * scale
     dQ = dS K          dK = dS^T Q
 
+Where scores are capped, S = c tanh(q k^T scale / c), dS is multiplied by 1 - (S / c)^2.
+
 A block of queries is multiplied by no keys before its window or before the row of its first query.
 The reference is `tests.oracles.whole_model.attention`.
 """
@@ -49,11 +51,11 @@ class AttentionBlocks:
                 first = max(first, int(starts[start]))
             yield start, stop, first, _mask(start, stop, first, window, starts)
 
-    def _scores(self, q: mx.array, k: mx.array, scale: float, mask: mx.array) -> mx.array:
+    def _scores(self, q: mx.array, k: mx.array, scale: float, cap: float | None) -> mx.array:
+        """The scores (K, R, t, n) of queries (K, R, t, D) without a mask, evaluated."""
         s = by_head(q * scale, k.swapaxes(-1, -2))
         self.arrays.settle(s)
-        self.arrays.add_to(s, ..., mask)
-        return s
+        return s if cap is None else self.arrays.capped(s, cap)
 
     def forward(
         self,
@@ -64,6 +66,7 @@ class AttentionBlocks:
         window: int | None,
         starts: Starts | None = None,
         prefix: Prefix | None = None,
+        cap: float | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Attend.
 
@@ -71,6 +74,7 @@ class AttentionBlocks:
             q: (1, H, T, D); k, v: (1, K, T, D) with H a multiple of K.
             starts: where each token's row starts, in a sequence of packed rows.
             prefix: further keys and values, which all queries see.
+            cap: of the scores.
         Returns:
             out (1, H, T, D) and the log-sum-exp of every row of scores (K, H/K, T, 1).
         """
@@ -81,10 +85,11 @@ class AttentionBlocks:
         joined, sums = _Joined(tokens, arrays), _Joined(tokens, arrays)
         for start, stop, first, mask in self._blocks(tokens, window, starts):
             keys = k[0, :, None, first:stop]
-            s = self._scores(grouped[:, :, start:stop], keys, scale, mask)
+            s = self._scores(grouped[:, :, start:stop], keys, scale, cap)
+            arrays.add_to(s, ..., mask)
             top = arrays.row_max(s)
             if prefix is not None:
-                further = prefix.scores(grouped[:, :, start:stop], scale)
+                further = prefix.scores(grouped[:, :, start:stop], scale, cap)
                 top = mx.maximum(top, arrays.row_max(further))
                 arrays.settle(top)
             p = arrays.exp_below(s, top)
@@ -116,6 +121,7 @@ class AttentionBlocks:
         window: int | None,
         starts: Starts | None = None,
         prefix: Prefix | None = None,
+        cap: float | None = None,
     ) -> tuple[mx.array, ...]:
         """dq, dk, dv, shaped as q, k, v, from what `forward` took and returned.
 
@@ -141,19 +147,25 @@ class AttentionBlocks:
             d_rows = d_grouped[:, :, start:stop]
             inner = row_sums(d_rows * outputs[:, :, start:stop])
             arrays.settle(inner)
-            p = arrays.exp_below(self._scores(rows, keys, scale, mask), lse[:, :, start:stop])
+            s = self._scores(rows, keys, scale, cap)
+            slope = None if cap is None else arrays.cap_slope(s, cap)
+            arrays.add_to(s, ..., mask)
+            p = arrays.exp_below(s, lse[:, :, start:stop])
+            del s
             arrays.add_to(dv, (slice(None), slice(first, stop)), transposed(p, d_rows))
             dp = by_head(d_rows, values.swapaxes(-1, -2))
             arrays.settle(dp)
             ds = arrays.weighed(dp, inner, p, scale)
-            del p, dp
+            if slope is not None:
+                ds = arrays.times(ds, slope)
+            del p, dp, slope
             dq = by_head(ds, keys)
             arrays.add_to(dk, (slice(None), slice(first, stop)), transposed(ds, rows))
             arrays.settle(dq)
             del ds
             if prefix is not None:
                 sums = lse[:, :, start:stop]
-                part, *d_prefix = prefix.backward(rows, sums, inner, d_rows, scale)
+                part, *d_prefix = prefix.backward(rows, sums, inner, d_rows, scale, cap)
                 dq = dq + part
                 arrays.settle(dq)
                 for whole, gradient in zip(further, d_prefix, strict=True):
@@ -215,7 +227,8 @@ class AttentionKernel:
             scale, window = operation.scale, operation.window
             watch_keys(own, operation.prefix, k, v, self.tools.arrays)
             prefix = Prefix.of(own.get(operation.prefix), k.shape[1], self.tools.arrays)
-            out, sums = self.blocks.forward(q, k, v, scale, window, _starts(values), prefix)
+            starts, cap = _starts(values), operation.cap
+            out, sums = self.blocks.forward(q, k, v, scale, window, starts, prefix, cap)
             self.tools.arrays.settle(out, sums)
             values[operation.outputs[0]] = out
             for name in run.instruction.statistics:
@@ -238,6 +251,7 @@ class AttentionKernel:
             operation.window,
             _starts(values),
             prefix,
+            operation.cap,
         )
         if further:
             d_keys, d_values = (prefix_rows(part, arrays) for part in further)

@@ -245,6 +245,11 @@ class Operation(
         """Full names of the matrices that it dequantizes completely, one tile after another."""
         return ()
 
+    @property
+    def logits_cap(self) -> float | None:
+        """The cap of its logits, where it has any."""
+        return None
+
     def learns(self, adapted: frozenset[str]) -> bool:
         """Whether any of its matrices has an adapter, given the adapted names."""
         return any(name in adapted for name in (*self.adaptable, *self.prefixable))

@@ -30,16 +30,23 @@ def prefix_of(output: str) -> str:
 
 
 def prefix_bytes(
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], queries: int, rows: int, back: bool
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    queries: int,
+    rows: int,
+    back: bool,
+    capped: bool,
 ) -> int:
     """Bytes that a prefix of so many rows takes while so many queries attend to it.
 
-    These are the scores and probabilities, in the backward their gradients, the prefix's part of
-    the output or to the gradient of the queries, and the prefix by heads, with its gradient.
+    These are the scores and probabilities, in the backward their gradients and the slopes of a cap,
+    the prefix's part of the output or to the gradient of the queries, and the prefix by heads, with
+    its gradient.
     """
     if not rows:
         return 0
-    scores = q[1] * queries * rows * (4 if back else 2)
+    scores = q[1] * queries * rows * (4 + capped if back else 2)
     added = q[1] * queries * max(q[3], v[3])
     held = rows * (k[1] * k[3] + v[1] * v[3]) * (3 if back else 1)
     return (scores + added + held) * F32
@@ -48,7 +55,8 @@ def prefix_bytes(
 class CachedAttention(Function, frozen=True):
     """softmax(q k^T scale) v for new q (1, H, T, D), and k, v of new and of past tokens.
 
-    Never in a bundle. `slots` are those of the cache: (1, K, slots, D) for keys and for values.
+    Never in a bundle. For `cap` see `Attention`. `slots` are those of the cache: (1, K, slots, D)
+    for keys and for values.
     """
 
     inputs: tuple[str, str, str]
@@ -56,6 +64,7 @@ class CachedAttention(Function, frozen=True):
     scale: float
     window: int | None
     slots: int
+    cap: float | None = None
 
     @property
     def prefix(self) -> str:
@@ -81,7 +90,7 @@ class CachedAttention(Function, frozen=True):
         scores = int(q[1]) * mask
         query_bytes = math.prod(q) * F32
         copied = max(shape[1] * shape[3] for shape in (k, v)) * self.slots * F32
-        prefix = prefix_bytes(q, k, v, call.tokens, execution.prefix, back=False)
+        prefix = prefix_bytes(q, k, v, call.tokens, execution.prefix, False, self.cap is not None)
         return mask + 2 * scores + query_bytes + copied + prefix
 
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:

@@ -55,6 +55,7 @@ class Ring:
         scale: float,
         window: int | None,
         prefix: Prefix | None = None,
+        cap: float | None = None,
     ) -> mx.array:
         """out (1, H, T, E) of the queries q (1, H, T, D) of the tokens from `position` on.
 
@@ -70,11 +71,13 @@ class Ring:
         s = rows @ self.keys[0, :, :used].swapaxes(-1, -2)
         s = s.reshape(groups, heads // groups, tokens, used)
         self.arrays.settle(s)
+        if cap is not None:
+            s = self.arrays.capped(s, cap)
         if mask is not None:
             self.arrays.add_to(s, ..., mask)
         top = self.arrays.row_max(s)
         if prefix is not None:
-            further = prefix.scores(q.reshape(groups, heads // groups, tokens, width), scale)
+            further = prefix.scores(q.reshape(groups, heads // groups, tokens, width), scale, cap)
             top = mx.maximum(top, self.arrays.row_max(further))
             self.arrays.settle(top)
         p = self.arrays.exp_below(s, top)
@@ -120,7 +123,8 @@ class CachedAttentionKernel:
             ring = Ring(keys, past, self.tools.arrays)
             ring.write(k, v, position)
             prefix = Prefix.of(own.get(operation.prefix), k.shape[1], self.tools.arrays)
-            out = ring.attend(q, position, operation.scale, operation.window, prefix)
+            scale, window = operation.scale, operation.window
+            out = ring.attend(q, position, scale, window, prefix, operation.cap)
             values[operation.outputs[0]] = out
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:

@@ -9,15 +9,21 @@ from runtime.arrays.stored import Matrix, pages
 from runtime.operations.base import Call, Execution, Operation, Tables, read_bytes, require
 from runtime.operations.embedding import check_vocabulary
 from runtime.operations.linear import split_bytes
-from runtime.operations.logits import Logits
+from runtime.operations.logits import Logits, bias_of, check_cap
 from runtime.operations.values import F32, Shape, T
 
 
 class Head(Operation, frozen=True):
-    """The loss of the logits h W^T, for h (1, T, D), against targets; it ends the last block."""
+    """The loss of the logits h W^T, for h (1, T, D), against targets; it ends the last block.
+
+    With `bias` a vector (V,) beside the matrix is added to the logits. With `cap` they are
+    cap tanh(logits / cap).
+    """
 
     inputs: tuple[str]
     matrix: str
+    bias: bool = False
+    cap: float | None = None
 
     in_schedule: ClassVar[bool] = False
     reversible: ClassVar[bool] = False
@@ -28,10 +34,17 @@ class Head(Operation, frozen=True):
 
     def decoding(self, context: int) -> Operation:
         """`Logits`, which has no loss."""
-        return Logits(self.inputs, self.matrix)
+        return Logits(self.inputs, self.matrix, self.bias, self.cap)
+
+    @property
+    def logits_cap(self) -> float | None:
+        return self.cap
 
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return (self.matrix,)
+
+    def vectors(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return (bias_of(self.matrix),) if self.bias else ()
 
     def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return (self.matrix,)
@@ -49,8 +62,14 @@ class Head(Operation, frozen=True):
         waiting = 3 * call.lanes * h  # h and its halves, and the rows of the targets
         values = execution.chunk_rows * matrix.columns
         dequantizing = execution.dequantizing_bytes(matrix, values)
+        scoring = scoring_bytes(matrix, execution) + self._slope_bytes(call, execution)
         joined = gradient  # of its halves, after the last chunk is freed
-        return waiting + gradient + max(dequantizing, scoring_bytes(matrix, execution), joined)
+        waiting += matrix.rows * F32 if self.bias else 0
+        return waiting + gradient + max(dequantizing, scoring, joined)
+
+    def _slope_bytes(self, call: Call, execution: Execution) -> int:
+        """The slopes of capped logits, which stay until the exponentials are multiplied by them."""
+        return logits_bytes(execution) if call.backward and self.cap is not None else 0
 
     def _evaluated_bytes(self, h: int, call: Call, execution: Execution) -> int:
         """Where a chunk is one evaluation of all lanes, none of whose arrays is freed before.
@@ -63,13 +82,15 @@ class Head(Operation, frozen=True):
         sums = 3 if call.backward else 0
         logits = pages(logits_bytes(execution))
         small = 8 * pages(call.tokens * F32) + split_bytes(matrix, logits)
-        lane = (3 + sums) * pages(h) + 2 * logits + small
+        capped = 0 if self.cap is None else 3 + 3 * call.backward  # quotient, tanh, product, ...
+        lane = (3 + sums) * pages(h) + (2 + self.bias + capped) * logits + small
         return int(read_bytes(matrix) * share) + call.lanes * lane
 
     def streamed(self, execution: Execution) -> tuple[int, int]:
         """Bytes of a vocabulary chunk's logits, and of the chunk and its logits together."""
         matrix = execution.tables.matrices[self.matrix]
-        return logits_bytes(execution), scoring_bytes(matrix, execution)
+        logits = logits_bytes(execution)
+        return logits, scoring_bytes(matrix, execution) + (0 if self.cap is None else logits)
 
     def check_weights(
         self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
@@ -78,9 +99,15 @@ class Head(Operation, frozen=True):
         (name,) = self.inputs
         stream = (1, T, tables.hidden_size)
         require(values[name] == stream, f"{where}: {name} is not {stream}")
+        if self.bias:
+            extent = tables.vectors.get(bias_of(self.matrix))
+            fits = extent is not None and extent.shape == (tables.vocab_size,)
+            require(fits, f"{where}: {bias_of(self.matrix)}")
+        check_cap(where, self.cap)
 
     def describe(self, values: Mapping[str, Shape]) -> str:
-        return f"head {self.matrix}"
+        cap = "" if self.cap is None else f" (cap {self.cap:g})"
+        return f"head {self.matrix}{cap}"
 
 
 def logits_bytes(execution: Execution) -> int:

@@ -5,6 +5,8 @@ training, G = sum_j exp(l_j - m) W_j, rescaled whenever m grows (as FlashAttenti
 
     loss = m + log z - l_target        d loss / d h = G / z - W_target
 
+Where logits are capped, l = c tanh(h W^T / c), row j of W counts 1 - (l_j / c)^2 times in G.
+
 Each chunk is read and dequantized once for all batch lanes; the result of a lane does not depend on
 the others. Callers pass only positions that have a target. The reference is
 `tests.oracles.whole_model.head`.
@@ -24,6 +26,7 @@ from runtime.arrays.matrices import Matrices
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, ReadyTile, RowSum
 from runtime.arrays.values import Move
+from runtime.operations.logits_kernel import Shaping
 
 Targets = npt.NDArray[np.int64]
 
@@ -51,10 +54,12 @@ class _Lane:
     predicted: mx.array | None
     arrays: Arrays
     weighted: RowSum
+    targets: Targets
+    shaping: Shaping
 
     def add(self, chunk: ReadyTile, start: int, gradient: bool) -> None:
         """Add the logits of a chunk of the vocabulary, whose first row is `start`."""
-        logits = chunk.transposed_product(self.given)
+        logits = self.shaping.of_tile(chunk.transposed_product(self.given), start, self.arrays)
         self.arrays.settle(logits)
         top = self.arrays.row_max(logits)
         if self.predicted is not None:
@@ -63,10 +68,15 @@ class _Lane:
             self.arrays.settle(self.predicted)
         new = mx.maximum(self.best, top)
         fade = mx.exp(self.best - new)
+        slope = self.shaping.slope(logits, self.arrays) if gradient else None
         p = self.arrays.exp_below(logits, new)
         del logits
         self.total = self.total * fade + row_sums(p)
         self.best = new
+        if slope is not None:
+            self.arrays.settle(self.total)
+            p = self.arrays.times(p, slope)
+            del slope
         if gradient:
             self.weighted.add(p, chunk, fade)
         self.arrays.settle(self.best, self.total)
@@ -78,11 +88,14 @@ class _Lane:
         return state if self.predicted is None else [*state, self.predicted]
 
     def result(self, gradient: bool, group_size: int) -> HeadResult:
-        target_logit = row_sums(self.given.x * self.chosen)
+        products = row_sums(self.given.x * self.chosen)[:, 0]
+        target_logit = self.shaping.of_rows(products, self.targets, self.arrays)[:, None]
         loss = (self.best + mx.log(self.total) - target_logit)[:, 0]
         dh = None
         if gradient:
-            dh = self.weighted.result(group_size) / self.total - self.chosen
+            slope = self.shaping.slope(target_logit, self.arrays)
+            chosen = self.chosen if slope is None else self.chosen * slope
+            dh = self.weighted.result(group_size) / self.total - chosen
             self.arrays.settle(dh)
         self.arrays.settle(loss)
         return HeadResult(loss, self.predicted, dh)
@@ -103,15 +116,20 @@ class HeadKernel:
         gradient: bool,
         predictions: bool,
         moves: Sequence[Move | None] = (),
+        shapings: Sequence[Shaping] = (),
     ) -> list[HeadResult]:
         """Losses of hidden states h (N, D) against targets (N,), in float32, for every lane.
 
-        `moves` say how each lane moves the matrix; without them none does.
+        `moves` say how each lane moves the matrix, `shapings` what becomes of its products; without
+        them none does, and they are the logits.
         """
         arrays = self.matrices.arrays
         moves = moves or [None] * len(hs)
-        given = zip(hs, targets, moves, strict=True)
-        lanes = [self._lane(h, t, matrix, predictions, move) for h, t, move in given]
+        shapings = shapings or [Shaping()] * len(hs)
+        lanes = [
+            self._lane(h, of_lane, matrix, predictions, move, shaping)
+            for h, of_lane, move, shaping in zip(hs, targets, moves, shapings, strict=True)
+        ]
         for start in range(0, matrix.rows, self.chunk_rows):
             stop = min(matrix.rows, start + self.chunk_rows)
             for chunk, seeing in self.matrices.as_seen(matrix, start, stop, moves):
@@ -130,6 +148,7 @@ class HeadKernel:
         matrix: Matrix,
         predictions: bool,
         move: Move | None,
+        shaping: Shaping,
     ) -> _Lane:
         count = h.shape[0]
         arrays = self.matrices.arrays
@@ -142,4 +161,6 @@ class HeadKernel:
             mx.zeros((count,), dtype=mx.int32) if predictions else None,
             arrays,
             RowSum(arrays),
+            targets,
+            shaping,
         )

@@ -5,10 +5,11 @@ The lowering replaces `Head` by it for decoding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import ClassVar
 
-from runtime.operations.base import Call, Execution, Operation
+from runtime.operations.base import Call, Execution, Operation, require
 from runtime.operations.values import F32
 
 CHOICE_TILE = 16_384  # tokens whose weights a random choice computes at once, in float64
@@ -16,10 +17,15 @@ F64 = 8  # bytes
 
 
 class Logits(Operation, frozen=True):
-    """h W^T (V,) for the last token's h (1, T, D), a tile of W at a time; never in a bundle."""
+    """The logits (V,) of the last token's h (1, T, D), a tile of W at a time; never in a bundle.
+
+    For `bias` and `cap` see `Head`.
+    """
 
     inputs: tuple[str]
     matrix: str
+    bias: bool = False
+    cap: float | None = None
 
     in_schedule: ClassVar[bool] = False
     reversible: ClassVar[bool] = False
@@ -28,8 +34,15 @@ class Logits(Operation, frozen=True):
     def inputs_read(self) -> tuple[str, ...]:
         return self.inputs
 
+    @property
+    def logits_cap(self) -> float | None:
+        return self.cap
+
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return (self.matrix,)
+
+    def vectors(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return (bias_of(self.matrix),) if self.bias else ()
 
     def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return (self.matrix,)
@@ -41,12 +54,23 @@ class Logits(Operation, frozen=True):
         _, multiplied = self.streamed(execution)
         tile = max(execution.dequantizing_bytes(matrix, values), multiplied)
         largest = max(tile, choosing_bytes(matrix.rows))  # of which one comes after the other
-        return call.bytes_of(self.inputs[0]) * 2 + matrix.rows * F32 + largest
+        whole = (2 if self.bias else 1) * matrix.rows * F32  # the bias is as large as the logits
+        return call.bytes_of(self.inputs[0]) * 2 + whole + largest
 
     def streamed(self, execution: Execution) -> tuple[int, int]:
         """Bytes of a tile's logits, and of the tile and its logits together."""
         matrix, rows = execution.tables.matrices[self.matrix], execution.tile_rows[self.matrix]
         return rows * F32, execution.tile_bytes(matrix, rows * matrix.columns) + rows * F32
+
+
+def bias_of(matrix: str) -> str:
+    """The name of the bias beside a head's matrix."""
+    return f"{matrix}.bias"
+
+
+def check_cap(where: str, cap: float | None) -> None:
+    """Check a cap on logits or scores. Raises BundleError."""
+    require(cap is None or (cap > 0 and math.isfinite(cap)), f"{where}: cap {cap}")
 
 
 def choosing_bytes(vocab_size: int) -> int:

@@ -39,28 +39,39 @@ class Prefix:
         arrays.settle(keys, values)
         return cls(keys, values, arrays)
 
-    def scores(self, q: mx.array, scale: float) -> mx.array:
-        """q K'^T scale (K, R, t, m) of queries q (K, R, t, D), evaluated."""
+    def scores(self, q: mx.array, scale: float, cap: float | None = None) -> mx.array:
+        """q K'^T scale (K, R, t, m) of queries q (K, R, t, D), capped, evaluated."""
         scores = by_head(q * scale, self.keys.swapaxes(-1, -2))
         self.arrays.settle(scores)
-        return scores
+        return scores if cap is None else self.arrays.capped(scores, cap)
 
     def output(self, p: mx.array) -> mx.array:
         """p V' (K, R, t, E) of probabilities, or what is in proportion to them, p (K, R, t, m)."""
         return by_head(p, self.values)
 
     def backward(
-        self, q: mx.array, lse: mx.array, inner: mx.array, d_out: mx.array, scale: float
+        self,
+        q: mx.array,
+        lse: mx.array,
+        inner: mx.array,
+        d_out: mx.array,
+        scale: float,
+        cap: float | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """dq (K, R, t, D), dK' (K, m, D) and dV' (K, m, E), evaluated, as those of the sequence.
 
         `lse` (K, R, t, 1) is the log-sum-exp over all keys, `inner` rowsum(dO * O).
         """
-        p = self.arrays.exp_below(self.scores(q, scale), lse)
+        scores = self.scores(q, scale, cap)
+        slope = None if cap is None else self.arrays.cap_slope(scores, cap)
+        p = self.arrays.exp_below(scores, lse)
+        del scores
         d_values = transposed(p, d_out)
         dp = by_head(d_out, self.values.swapaxes(-1, -2))
         self.arrays.settle(d_values, dp)
         ds = self.arrays.weighed(dp, inner, p, scale)
+        if slope is not None:
+            ds = self.arrays.times(ds, slope)
         dq, d_keys = by_head(ds, self.keys), transposed(ds, q)
         self.arrays.settle(dq, d_keys)
         return dq, d_keys, d_values

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from support.pages import ROOT
 
-from export.sources.families import MODEL_TYPES
 from export.sources.general import completed
 from export.sources.verified import FILE, tried_types
 from model_types.tiny import is_model, model_types
@@ -30,28 +29,24 @@ HEAD = """# Model types
 def main(words: list[str]) -> int:
     """Compare the types that are named, or all; returns the exit code."""
     prepare()
-    states: dict[str, float | str] = {}
-    for name in filter(is_model, model_types()):
-        why = refusal(name)
+    names = list(filter(is_model, model_types()))
+    if unknown := {*words} - {*names}:
+        print(f"mlx-lm has no class for {', '.join(sorted(unknown))}")
+        return 2
+    chosen = {name: refusal(name) for name in names if name in words or not words}
+    states = {name: tried_types()[name] for name in names if name not in chosen}
+    for name, why in chosen.items():
         if why is not None:
             states[name] = missing(name, why)
         elif not completed({"model_type": name}):
             states[name] = NO_CLASS
-        else:
-            states[name] = tried_types().get(name, NOT_COMPARED)
-    compared = [
-        name
-        for name, state in states.items()
-        if isinstance(state, float) or state.startswith(NOT_COMPARED)
-        if name not in MODEL_TYPES and (not words or name in words)
-    ]
+    compared = [name for name in chosen if name not in states]
     with tempfile.TemporaryDirectory() as folder:
         made_elsewhere(Path(folder), compared, 7)
-        for name in compared:
-            states[name] = apart(Path(folder), name)
-            states |= {outer: states[text] for outer, text in MODEL_TYPES.items()}
-            FILE.write_text(json.dumps(states, indent=2) + "\n")
-            PAGE.write_text(page(states))
+        states |= {name: apart(Path(folder), name) for name in compared}
+    states = {name: states[name] for name in names}
+    FILE.write_text(json.dumps(states, indent=2) + "\n")
+    PAGE.write_text(page(states))
     return 0
 
 

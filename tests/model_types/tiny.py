@@ -9,7 +9,7 @@ from typing import Any
 from mlx_lm.utils import MODEL_REMAPPING
 
 from export.cut.unread import another_value
-from export.sources.families import MODEL_TYPES, has_list
+from export.sources.families import check_architecture, has_list, text_config
 from export.sources.general import (
     arguments_of,
     completed,
@@ -49,16 +49,29 @@ OTHERS: Settings = {
     **{"ffn_dim_divisor": 8, "ffn_with_glu": True, "normalize_qk_projections": True},
     **{"share_input_output_layers": True, "rope_parameters": {"rope_theta": 1e4}},
 }
+OF_IMAGES = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
 # where a class of mlx-lm has no setting for a size, or passes over windows
 OF_TYPE: dict[str, Settings] = {
     "gpt_neox": {"intermediate_size": 256},
     "gemma3_text": {"num_hidden_layers": 6},
+    "gemma2": {"sliding_window": 256},
+    "gptj": {"n_inner": None},
     "granitemoehybrid": {
         "layer_types": ["full_attention"] * 4,
         "num_local_experts": 0,
         "position_embedding_type": "rope",
     },
+    **{key: {"rope_parameters": OF_IMAGES} for key in ("qwen2_vl_text", "qwen2_5_vl_text")},
     **{name: {"sliding_window": None} for name in ("mistral", "phi3", "starcoder2")},
+}
+# of what sees or hears, which is not read
+TOWER: Settings = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "intermediate_size"), 32),
+    **dict.fromkeys(("depth", "num_hidden_layers"), 1),
+    **dict.fromkeys(("num_heads", "num_attention_heads"), 2),
+    **{"out_hidden_size": 64, "head_dim": 16, "image_size": 28, "patch_size": 14},
+    **{"layer_types": ["full_attention"], "fullatt_block_indexes": [0]},
+    **{"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
 }
 # what is not changed: names, and what is done at the two ends for all types alike
 ALWAYS = ("model_type", "tie_word_embeddings", "time_step_limit")
@@ -84,13 +97,28 @@ def is_model(model_type: str) -> bool:
 
 
 def family_of(model_type: str) -> str:
-    return {**MODEL_REMAPPING, **MODEL_TYPES}.get(model_type, model_type)
+    """The module of mlx-lm that a type's model, or the text model inside, has its class in."""
+    try:
+        return check_architecture({"model_type": model_type}, model_type)
+    except BundleError:  # what is wrong with it, the caller finds too
+        return MODEL_REMAPPING.get(model_type, model_type)
+
+
+def text_type(model_type: str) -> str:
+    """The type of the text model inside of a type's model, by default; the type itself else."""
+    return str(text_config({"model_type": model_type}, model_type)["model_type"])
 
 
 def tiny(model_type: str, **changes: Any) -> Settings:
     """A configuration of a few thousand weights; factors that are 1 by default are others."""
-    if model_type in MODEL_TYPES:
-        return {"model_type": model_type, "text_config": tiny(MODEL_TYPES[model_type], **changes)}
+    if (inside := text_type(model_type)) != model_type:
+        whole = completed({"model_type": model_type, "text_config": tiny(inside, **changes)})
+        assert whole is not None
+        for key, tower in whole.items():
+            if key != "text_config" and isinstance(tower, dict) and "model_type" in tower:
+                tower |= {name: size for name, size in TOWER.items() if name in tower}
+        tied = {key: value for key, value in whole["text_config"].items() if key.startswith("tie_")}
+        return {**whole, **tied}
     defaults = completed({"model_type": model_type})
     if defaults is None:
         known = arguments_of(family_of(model_type))
@@ -112,7 +140,7 @@ def tiny(model_type: str, **changes: Any) -> Settings:
 
 def changes(model_type: str) -> Iterator[Settings]:
     """Settings of a type, each with another value than by default; listed ones have own tests."""
-    family = family_of(model_type)
+    family, model_type = family_of(model_type), text_type(model_type)
     if has_list(family, model_type):
         return
     base = tiny(model_type)
@@ -126,4 +154,5 @@ def changes(model_type: str) -> Iterator[Settings]:
         elif isinstance(value, bool | float):
             yield {key: another_value(key, value)}
     if "rope_scaling" in arguments_of(family):
-        yield {"rope_scaling": SCALING}
+        own = {key: v for key, v in base.get("rope_parameters", {}).items() if key in OF_IMAGES}
+        yield {"rope_scaling": {**own, **SCALING}}

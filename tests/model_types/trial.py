@@ -17,7 +17,7 @@ from support.peers import run_script
 from export.bundle import export_bundle
 from export.cut.model import cut_model
 from export.cut.unread import refuse_unread
-from export.sources.families import normalise_config
+from export.sources.families import normalise_config, text_config
 from export.sources.general import model_module
 from model_types.tiny import Settings, changes, family_of, tiny
 from runtime.core.errors import BundleError, UsageError
@@ -43,7 +43,7 @@ def accepted(model_type: str) -> Settings:
         try:
             raw = tiny(model_type, **found, **case)
             config = normalise_config(raw, model_type, not raw.get("tie_word_embeddings"))
-            refuse_unread(config["model_type"], config, raw, model_type)
+            refuse_unread(config["model_type"], config, text_config(raw, model_type), model_type)
             cut_model(config["model_type"], config)
         except (BundleError, ValueError) as problem:
             print(f"{model_type}: {case}: {problem}")
@@ -83,8 +83,7 @@ _OPERATIONS = {
     "convolution": "convolutions",
     "ternary": "ternary matrices",
     "a product of its own": "a product for each head",
-    "soft-capping": "changed logits, as by soft caps",
-    "has a bias": "a bias of the head",
+    "changes its logits": "changed logits",
     "is given no mask": "state spaces, convolutions or linear attention",
     "2 x Embedding": "learned positions",
     "from other tokens": "attention that is not MLX's own",
@@ -112,6 +111,6 @@ def missing(model_type: str, why: str) -> str:
         return found
     if "nn.Conv1d" in source:
         return "convolutions"
-    if "num_hidden_layers must be" in why:
+    if "text model inside" in why or "num_hidden_layers must be" in why:
         return "a model around a text model"
     return "another structure" if "config" not in why else NOT_TRIED

@@ -258,10 +258,12 @@ def attention(
     scale: float,
     window: int | None,
     numbers: mx.array | None = None,
+    cap: float | None = None,
 ) -> mx.array:
     """softmax(q k^T scale + mask) v over all scores at once; (1, H, T, D), (1, K, T, D).
 
-    `numbers` (T,) has the number of each token's row, in a sequence of packed rows.
+    With `cap` the scores are cap tanh(scores / cap) before the mask. `numbers` (T,) has the number
+    of each token's row, in a sequence of packed rows.
     """
     repeats, length = q.shape[1] // k.shape[1], q.shape[2]
     k, v = mx.repeat(k, repeats, axis=1), mx.repeat(v, repeats, axis=1)
@@ -269,13 +271,23 @@ def attention(
     allowed = (distance >= 0) & (distance < (window or length))
     if numbers is not None:
         allowed = allowed & (numbers[:, None] == numbers[None])
-    scores = mx.where(allowed, (q @ k.swapaxes(-1, -2)) * scale, -mx.inf)
+    scores = (q @ k.swapaxes(-1, -2)) * scale
+    scores = scores if cap is None else cap * mx.tanh(scores / cap)
+    scores = mx.where(allowed, scores, -mx.inf)
     return mx.softmax(scores, axis=-1) @ v
 
 
-def head(h: mx.array, w: mx.array, targets: mx.array) -> mx.array:
-    """Losses (N,) of h (N, D) through W (V, D), from all logits."""
-    losses: mx.array = nn.losses.cross_entropy(h @ w.T, targets)
+def head(
+    h: mx.array,
+    w: mx.array,
+    targets: mx.array,
+    bias: mx.array | None = None,
+    cap: float | None = None,
+) -> mx.array:
+    """Losses (N,) of h (N, D) through W (V, D), from all logits, with a bias (V,) and a cap."""
+    logits = h @ w.T if bias is None else h @ w.T + bias
+    logits = logits if cap is None else cap * mx.tanh(logits / cap)
+    losses: mx.array = nn.losses.cross_entropy(logits, targets)
     return losses
 
 

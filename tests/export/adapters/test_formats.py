@@ -125,7 +125,7 @@ def test_a_model_that_also_sees_has_its_language_model_inside(
 
     folder = copied(tiny("gemma3"), tmp_path / "bundle")
     document = manifest_of(folder)
-    document["provenance"]["model_type"] = "gemma3"
+    document["provenance"]["text_model_type"] = "gemma3_text"
     rewrite(folder, document)
     bundle = open_bundle(folder)
     adapters = saved_adapter(bundle, rng, tmp_path / "ours", **SOME)

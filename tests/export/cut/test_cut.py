@@ -381,12 +381,25 @@ def patch_call(monkeypatch: pytest.MonkeyPatch, cls: type, wrap: Callable[..., A
     monkeypatch.setattr(cls, "__call__", lambda self, *a, **k: wrap(self, original, *a, **k))
 
 
-def test_changed_logits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capped(self: Any, original: Any, *args: Any) -> mx.array:
-        return mx.tanh(original(self, *args) / 30) * 30
+@pytest.mark.parametrize(("factor", "cap"), [(1.0, 30.0), (0.2, 7.0), (0.5, None)])
+def test_a_factor_and_a_cap_of_logits_are_found(
+    monkeypatch: pytest.MonkeyPatch, factor: float, cap: float | None
+) -> None:
+    def changed(self: Any, original: Any, *args: Any) -> mx.array:
+        logits = original(self, *args) * factor
+        return logits if cap is None else mx.tanh(logits / cap) * cap
 
-    patch_call(monkeypatch, llama.Model, capped)
-    with pytest.raises(BundleError, match="soft-capping"):
+    patch_call(monkeypatch, llama.Model, changed)
+    *_, head = cut_of("llama").block_types["head"].operations
+    assert isinstance(head, Head) and head.cap == cap
+
+
+def test_logits_that_are_changed_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(self: Any, original: Any, *args: Any) -> mx.array:
+        return mx.sin(original(self, *args))
+
+    patch_call(monkeypatch, llama.Model, changed)
+    with pytest.raises(BundleError, match="changes its logits"):
         cut_of("llama")
 
 

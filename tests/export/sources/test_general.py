@@ -8,7 +8,9 @@ import mlx.core as mx
 import pytest
 from model_types.tiny import tiny
 
+from export.sources.families import check_architecture, normalise_config, text_config
 from export.sources.general import normalised, tensors_made
+from export.sources.settings import unknown_settings
 from runtime.core.errors import BundleError
 
 SHAPES = {"a": (6, 3), "b": (2, 3), "c": (5,), "d": (2, 3, 4), "e": ()}
@@ -92,3 +94,41 @@ def test_layers_with_a_window_are_said_as_the_class_takes_them() -> None:
     assert config["sliding_window_pattern"] == "LGLG"
     with pytest.raises(BundleError, match="irregular"):
         normalised(tiny("cohere2", layer_types=types[::-1]), "cohere2", "x", False)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inside", "family"),
+    [
+        ("llava", "llama", "llama"),
+        ("llava", "qwen2", "qwen2"),
+        ("mistral3", "mistral", "llama"),
+        ("mistral3", "ministral3", "ministral3"),
+        ("qwen3_vl", "qwen3_vl_text", "qwen3"),
+        ("aya_vision", "cohere2", "cohere2"),  # mlx-lm has no class for the outer model
+        ("qwen3_5", "qwen3_5_text", "qwen3_5"),  # nor here for the inner one
+    ],
+)
+def test_the_text_model_inside_has_its_own_class(outer: str, inside: str, family: str) -> None:
+    raw = {"model_type": outer, "text_config": {"model_type": inside}}
+    assert check_architecture(raw, "x") == family
+
+
+def test_settings_of_text_beside_those_of_a_tower_are_found() -> None:
+    raw = {**tiny("qwen2"), "model_type": "qwen2_vl", "vision_config": {"depth": 2}}
+    del raw["rope_parameters"], raw["layer_types"]
+    raw |= {"rope_theta": 5e5, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    config = normalise_config(raw, "x", False)
+    assert config["model_type"] == "qwen2"
+    assert (config["hidden_size"], config["rope_theta"]) == (64, 5e5)
+    assert "rope_scaling" not in config
+    assert text_config(raw, "x")["model_type"] == "qwen2_vl_text"
+    assert unknown_settings("qwen2", raw, "x") == []
+    assert unknown_settings("qwen2", {**raw, "novelty": 3}, "x") == ["novelty"]
+    with pytest.raises(BundleError, match="attention_novelty = 3"):
+        unknown_settings("qwen2", {**raw, "attention_novelty": 3}, "x")
+
+
+@pytest.mark.parametrize("text", [3, [], {"model_type": 3}, {"hidden_size": "a"}])
+def test_a_damaged_text_config_is_refused(text: Any) -> None:
+    with pytest.raises(BundleError):
+        normalise_config({"model_type": "llava", "text_config": text}, "x", False)

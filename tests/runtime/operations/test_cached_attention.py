@@ -14,9 +14,9 @@ from runtime.operations.cached_attention_kernel import Ring
 
 
 @pytest.mark.parametrize("arrays", [CpuArrays(), GpuArrays()], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (5, None), (40, None), (5, 1.5)])
 def test_parts_of_a_sequence_attend_as_the_whole(
-    rng: Rng, window: int | None, arrays: Arrays
+    rng: Rng, window: int | None, cap: float | None, arrays: Arrays
 ) -> None:
     heads, groups, width, out = 4, 2, 8, 6
     length = int(rng.integers(60, 100))
@@ -26,7 +26,7 @@ def test_parts_of_a_sequence_attend_as_the_whole(
 
     q, k = drawn(1, heads, length, width), drawn(1, groups, length, width)
     v, scale = drawn(1, groups, length, out), 0.3
-    expected = reference.attention(q, k, v, scale, window)
+    expected = reference.attention(q, k, v, scale, window, cap=cap)
     slots = slots_of(length, window)
     ring = Ring(mx.zeros((1, groups, slots, width)), mx.zeros((1, groups, slots, out)), arrays)
     at = 0
@@ -38,6 +38,6 @@ def test_parts_of_a_sequence_attend_as_the_whole(
                for one in (k, v)]  # fmt: skip
         ring.write(*new, at)
         queries = mx.concatenate([q[:, :, part], drawn(1, heads, padding, width)], 2)
-        found = ring.attend(queries, at, scale, window)[:, :, :count]
+        found = ring.attend(queries, at, scale, window, cap=cap)[:, :, :count]
         assert mx.allclose(found, expected[:, :, part], rtol=1e-5, atol=1e-5)
         at += count

@@ -25,6 +25,8 @@ from runtime.operations.attention_kernel import AttentionBlocks
 from runtime.operations.base import materialized_bytes
 from runtime.operations.head_kernel import HeadKernel
 from runtime.operations.linear_kernel import LoraProducts
+from runtime.operations.logits_kernel import LogitsKernel, Shaping
+from runtime.operations.prefix_kernel import Prefix
 from runtime.plan.lower import rows_at_once
 from runtime.storage.weights import Tile, Weights
 
@@ -326,6 +328,36 @@ def test_attention_and_its_backward(
         assert difference <= CLOSE * float(mx.linalg.norm(theirs.reshape(-1))) + floor
 
 
+@pytest.mark.parametrize("prefix", [0, 3])
+def test_capped_attention_and_its_backward(rng: Rng, arrays: Arrays, prefix: int) -> None:
+    heads, groups, length, width, cap = 6, 3, 23, 8, 2.5
+    numbers = np.sort(rng.integers(0, 3, length))
+    starts = None if prefix else np.searchsorted(numbers, numbers).astype(np.int32)
+    rows = None if prefix else mx.array(numbers)  # a prefix is seen from every row
+    q = normal(rng, 1, heads, length, width) * 2
+    k, v = (normal(rng, 1, groups, prefix + length, width) for _ in range(2))
+    d_out = normal(rng, 1, heads, length, width)
+    before = mx.zeros((1, heads, prefix, width))
+
+    def whole(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        padded = mx.concatenate([before, q], axis=2)  # the prefix lies before all tokens
+        return reference.attention(padded, k, v, 0.7, None, rows, cap)[:, :, prefix:]
+
+    (expected,), gradients = mx.vjp(whole, [q, k, v], [d_out])
+    parts = [part[0, :, None, :prefix] for part in (k, v)]
+    further = Prefix(*parts, arrays) if prefix else None
+    kernel = AttentionBlocks(5, arrays)
+    keys, values = k[:, :, prefix:], v[:, :, prefix:]
+    out, lse = kernel.forward(q, keys, values, 0.7, None, starts, further, cap)
+    close(out, expected)
+    dq, dk, dv, *rest = kernel.backward(
+        q, keys, values, out, lse, d_out, 0.7, None, starts, further, cap
+    )
+    joined = [mx.concatenate([own[None], d], 2) for own, d in zip(rest, (dk, dv), strict=False)]
+    for mine, theirs in zip([dq, *(joined or (dk, dv))], gradients, strict=True):
+        close(mine, theirs)
+
+
 def test_attention_with_huge_scores_stays_finite(rng: Rng, arrays: Arrays) -> None:
     q, k, v = (normal(rng, 1, 2, 21, 8) * factor for factor in (100, 100, 1))
     kernel = AttentionBlocks(5, arrays)
@@ -458,6 +490,27 @@ def test_head_loss_gradient_and_prediction(
     assert trained.predicted is None
     best = logits[np.arange(count), np.array(scored.predicted)]
     assert (best >= logits.max(axis=1) - bound).all()
+
+
+@pytest.mark.parametrize(("biased", "cap"), [(True, None), (False, 3.0), (True, 3.0)])
+def test_head_with_a_bias_and_a_cap(
+    tmp_path: Path, rng: Rng, arrays: Arrays, biased: bool, cap: float | None
+) -> None:
+    weights, matrix, values = stored(tmp_path, rng, 150, 2, 4, 64, "symmetric")
+    w, h = mx.array(values.astype(np.float32)), normal(rng, 9, matrix.columns)
+    bias = normal(rng, 150) if biased else None
+    targets, shaping = rng.integers(0, 150, 9), Shaping(bias, cap)
+    matrices = tiles_of(weights, matrix, "unpacked", 1000, arrays)
+    kernel = HeadKernel(matrices, int(rng.integers(1, 200)))
+    (result,) = kernel.run([h], [targets], matrix, True, True, shapings=[shaping])
+    close(result.loss, reference.head(h, w, mx.array(targets), bias, cap))
+    close(result.dh, mx.grad(lambda h: reference.head(h, w, mx.array(targets), bias, cap).sum())(h))
+    logits = h @ w.T if bias is None else h @ w.T + bias
+    logits = logits if cap is None else cap * mx.tanh(logits / cap)
+    found = LogitsKernel(matrices).run(h[:1], matrix, shaping)
+    np.testing.assert_allclose(found, np.array(logits[0]), rtol=1e-4, atol=1e-5)
+    best = np.array(logits)[np.arange(9), np.array(result.predicted)]
+    np.testing.assert_allclose(best, np.array(logits).max(axis=1), rtol=1e-5)
 
 
 def test_head_with_huge_logits_stays_finite(tmp_path: Path, rng: Rng) -> None:

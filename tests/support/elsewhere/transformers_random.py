@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-TOKENS = 48
+TOKENS, TOKEN_IDS = 48, 300  # those of images are larger
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 torch.set_num_threads(1)
@@ -21,9 +21,12 @@ for path in sorted(Path(sys.argv[1]).glob("*/config.json")):
     torch.manual_seed(int(sys.argv[2]))
     try:
         config = AutoConfig.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        sees = type(config) not in AutoModelForCausalLM._model_mapping
+        model = (
+            (AutoModelForImageTextToText if sees else AutoModelForCausalLM)
+            .from_config(config, dtype=torch.float32, attn_implementation="eager")
+            .eval()
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 noise = torch.randn_like(parameter)
@@ -31,7 +34,8 @@ for path in sorted(Path(sys.argv[1]).glob("*/config.json")):
                     parameter.copy_(noise / parameter.shape[-1] ** 0.5)
                 else:
                     parameter.add_(noise / 10)
-            tokens = torch.randint(0, model.get_input_embeddings().num_embeddings, (TOKENS,))
+            most = min(model.get_input_embeddings().num_embeddings, TOKEN_IDS)
+            tokens = torch.randint(0, most, (TOKENS,))
             found = model(tokens[None]).logits
         model.save_pretrained(folder)
     except Exception as problem:  # whatever it is, the test says whether it was expected
