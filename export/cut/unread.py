@@ -77,7 +77,7 @@ def unread(
             continue
         if defaults is not None and key not in defaults and key not in known:
             continue  # of which the checkpoint's reader has told
-        if key in known:
+        if key in known or key in config:
             before = before or _checked(family, config, where)
             if _traced(family, {**config, key: another_value(key, value)}) != before:
                 continue
@@ -91,7 +91,7 @@ def _is_neutral(key: str) -> bool:
     """Whether a setting computes nothing, or is the size of a tensor, which its shape confirms."""
     if key in _SIZES or key in neutral_settings() or is_neutral_name(key):
         return True
-    return key.endswith("_size") and not re.search("window|chunk", key)
+    return key.endswith(("_size", "_head_dim")) and not re.search("window|chunk", key)
 
 
 def _way_out(found: Mapping[str, Any], given: Mapping[str, Any]) -> str:
@@ -115,8 +115,12 @@ def _is_off(key: str, value: Any, settings: Mapping[str, Any]) -> bool:
         return full or (alike and _is_wide(settings.get("sliding_window"), longest))
     if key == "partial_rotary_factor":
         return bool(value == 1)
-    if key == "head_dim":
-        return bool(value * settings.get("num_attention_heads", 0) == settings.get("hidden_size"))
+    heads = settings.get("num_attention_heads", 0)
+    if key == "num_key_value_heads":
+        return bool(value == heads)
+    if key == "head_dim":  # of latent attention it is that of the part with positions
+        turned = settings.get("qk_rope_head_dim")
+        return bool(value * heads == settings.get("hidden_size") or value == turned)
     if "window" in key:
         return full or _is_wide(value, longest) or settings.get("use_sliding_window") is False
     return False

@@ -28,7 +28,13 @@ from runtime.core.errors import BundleError
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_transformer_layers")
 _SCALES_FULL_ALONE = {"olmo3"}  # in layers with a window, positions are not scaled
 _LAYER_NAMES = {"granitemoehybrid": {"full_attention": "attention", "linear_attention": "mamba"}}
-_SAME = (_LAYERS, ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"))
+_SAME = (
+    *(
+        _LAYERS,
+        ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rms_norm_eps"),
+    ),
+    *(("n_positions", "n_ctx"), ("max_position_embeddings", "n_positions")),
+)
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
 _MAX_LAYERS = 1024
@@ -201,6 +207,9 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
         if (value is not None or "window" in key) and _is_finite(value)
     }
     config |= _others_needed(family, config, full)
+    part = (default_settings(str(raw.get("model_type")), family) or {}).get(_TURNED[0])
+    if part is not None and _TURNED[0] in full:  # which is computed even where the class does not
+        config.setdefault(_TURNED[0], full[_TURNED[0]])
     tied = full.get("tie_word_embeddings")
     config["tie_word_embeddings"] = not has_lm_head if has_lm_head or tied is None else tied
     return {**config, "model_type": family, "num_hidden_layers": layers}

@@ -30,7 +30,7 @@ _READ_AS = {"F32": np.float32, "F16": np.float16, "BF16": np.float32, "U32": np.
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file: its name there, safetensors' name of its type, its shape.
+    """A tensor of a file: its name there, safetensors' name of its type, its shape (of a number 1).
 
     Or some of its rows, from `first` on.
     """
@@ -53,9 +53,12 @@ class StoredTensor:
         read_as = _READ_AS[self.dtype]
         if start == stop:  # the library refuses an empty slice
             return np.empty((0, *self.shape[1:]), read_as)
-        rows: npt.NDArray[Any] = self._file.get_slice(self.name)[
-            self.first + start : self.first + stop
-        ]
+        view = self._file.get_slice(self.name)
+        rows: npt.NDArray[Any]
+        if view.get_shape():
+            rows = view[self.first + start : self.first + stop]
+        else:  # a number is a vector of one
+            rows = self._file.get_tensor(self.name).reshape(1)
         return rows.astype(read_as, copy=False)
 
 
@@ -78,7 +81,7 @@ class SafetensorsFile:
                 f"safetensors file ({reason}); download it again"
             ) from None
         self.tensors = {
-            name: StoredTensor(name, view.get_dtype(), tuple(view.get_shape()), file)
+            name: StoredTensor(name, view.get_dtype(), tuple(view.get_shape()) or (1,), file)
             for name, view in slices.items()
         }
 
