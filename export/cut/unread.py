@@ -35,9 +35,11 @@ PROBE = 17  # tokens: more than the windows that are tried
 # sizes of tensors, which the checkpoint's own shapes confirm, and the lengths
 _SIZES = {
     *("model_type", "num_hidden_layers", "max_position_embeddings", "tie_word_embeddings"),
-    *("n_positions", "n_ctx", "n_inner"),
+    *("n_positions", "n_ctx", "n_inner", "num_key_value_heads"),
     *("original_max_position_embeddings", "quantization", "quantization_config", IN_CONFIG),
 }
+# settings that a class reads otherwise than transformers, as the order of queries, keys and values
+_OTHERWISE = {"gpt_bigcode": {"multi_query": False}}
 
 
 def refuse_unread(
@@ -69,7 +71,8 @@ def unread(
     settings = settings_of(dict(given), family, where)
     known = arguments_of(family)
     before = ""
-    found: dict[str, Any] = {}
+    wrong = _OTHERWISE.get(family, {})
+    found: dict[str, Any] = {key: v for key, v in wrong.items() if settings.get(key) == v}
     for key, value in settings.items():
         if "softcap" in key and value is None and (defaults or {}).get(key) is not None:
             found[key] = value  # classes cap with their own number, then
@@ -81,7 +84,9 @@ def unread(
             before = before or _checked(family, config, where)
             if _traced(family, {**config, key: another_value(key, value)}) != before:
                 continue
-        changes_layers = re.search("window|rotary", key)  # for which defaults have been passed over
+        changes_layers = re.search(
+            "window|rotary|model_base", key
+        )  # for which defaults have been passed over
         if defaults is None or changes_layers or defaults.get(key) != value:
             found[key] = value
     return found
@@ -116,8 +121,6 @@ def _is_off(key: str, value: Any, settings: Mapping[str, Any]) -> bool:
     if key == "partial_rotary_factor":
         return bool(value == 1)
     heads = settings.get("num_attention_heads", 0)
-    if key == "num_key_value_heads":
-        return bool(value == heads)
     if key == "head_dim":  # of latent attention it is that of the part with positions
         turned = settings.get("qk_rope_head_dim")
         return bool(value * heads == settings.get("hidden_size") or value == turned)
@@ -140,7 +143,8 @@ def another_value(key: str, value: Any) -> Any:
     if isinstance(value, float):
         return 1.25 * value + 0.125
     if isinstance(value, str):
-        return {"relu": "gelu", "rope": "nope"}.get(value, "relu")
+        others = {"relu": "gelu", "gelu": "gelu_pytorch_tanh", "rope": "nope"}
+        return others.get(value, "relu")
     if isinstance(value, list | tuple):
         return [_other(one) for one in value]
     return None

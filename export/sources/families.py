@@ -37,6 +37,7 @@ from runtime.core.errors import BundleError, UsageError
 _CLASSES = {"gemma3_text": "Gemma3ForCausalLM"}
 # transformers' names of tensors -> mlx-lm's, where its class has no `sanitize` that renames them
 NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    "gpt2": (("transformer.", ""),),
     "nanochat": (
         *(("model.embed_tokens.", "transformer.wte."), ("model.layers.", "transformer.h.")),
         *((f".self_attn.{one}_proj.", f".attn.c_{one}.") for one in "qkv"),
@@ -245,14 +246,35 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
     capped.install(model)
     if "partial_rotary_factor" not in arguments_of(family):
         turn_part(model, config.get("partial_rotary_factor", 1))
-    scalars = {name: value for name, value in tree_flatten(model.parameters()) if not value.ndim}
-    model.update(tree_unflatten([(name, value[None]) for name, value in scalars.items()]))
     if hasattr(model, "sanitize"):  # in which mlx-lm drops the output matrix of tied models
         own = dict(tree_flatten(model.parameters()))
         if config.get("tie_word_embeddings", True):
             own.pop("lm_head.weight", None)
         model.sanitize(own)
+    model.update(tree_unflatten([(name, one[None]) for name, one in _numbers(model).items()]))
     return model
+
+
+def _numbers(model: Any) -> dict[str, Any]:
+    """The parameters of one of mlx-lm's models that are single numbers, by name."""
+    from mlx.utils import tree_flatten
+
+    return {name: value for name, value in tree_flatten(model.parameters()) if not value.ndim}
+
+
+def stored_numbers(family: str, config: dict[str, Any]) -> set[str]:
+    """The parameters that checkpoints hold as numbers, and not as vectors of one.
+
+    mlx-lm's class takes both as numbers: its `sanitize` makes them of vectors.
+    """
+    import mlx.core as mx
+
+    module = model_module(family)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    vectors = {name: mx.zeros((1,)) for name in _numbers(model)}
+    if vectors and hasattr(model, "sanitize"):
+        vectors = model.sanitize(vectors)
+    return {name for name, value in vectors.items() if value.ndim}
 
 
 def expected_shapes(

@@ -224,8 +224,10 @@ def _language_model(
     if not tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}:
         made = tensors_made(model, {name: tensor.shape for name, tensor in tensors.items()}, where)
         tensors = {
-            name: tensors[source].part(first, rows) if tensors[source].shape else tensors[source]
-            for name, (source, first, rows) in made.items()
+            name: tensors[part.source].transposed()
+            if part.transposed
+            else tensors[part.source].part(part.first, part.rows)
+            for name, part in made.items()
         }
     parts = _parts(expected)
     others = [tensor.name for name, tensor in tensors.items() if not name.startswith(parts)]

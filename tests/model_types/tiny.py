@@ -59,7 +59,8 @@ OF_TYPE: dict[str, Settings] = {
     "gpt_neox": {"intermediate_size": 256},
     "gemma3_text": {"num_hidden_layers": 6},
     "gemma2": {"sliding_window": 256},
-    "gptj": {"n_inner": None},
+    **{name: {"n_inner": None} for name in ("gptj", "gpt2")},
+    "gpt_bigcode": {"num_key_value_heads": 1},
     "minicpm3": {"rope_parameters": LONG, "tie_word_embeddings": False, "num_key_value_heads": 4},
     "granitemoehybrid": {
         "layer_types": ["full_attention"] * 4,
