@@ -150,7 +150,7 @@ def _source_manifest(
     }
     float_matrices, float_vectors, nbytes = float_tables(matrices, vectors)
     embedding = cut.blocks[0]
-    (table,) = cut.block_types[embedding.type].operations[0].matrices(embedding.tensor)
+    table, *_ = cut.block_types[embedding.type].operations[0].matrices(embedding.tensor)
     vocabulary, width = matrices[table]
     return Manifest(
         mlx_version=metadata.version("mlx"),

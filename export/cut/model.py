@@ -130,7 +130,7 @@ class _EndsCutter:
     def embedding(self) -> tuple[BlockType, list[ElementwiseGraph]]:
         """The block type of the embedding, and its graphs."""
         block_type, graphs = self._elementwise("embed", "e", "x", 1)
-        lookup = Embedding(("e",), self.calls[0].name)
+        lookup = Embedding(("e",), self.calls[0].name, *(self.taps.positions or ()))
         return replace(block_type, input="", operations=(lookup, *block_type.operations)), graphs
 
     def head(self) -> tuple[BlockType, list[ElementwiseGraph]]:
@@ -149,9 +149,15 @@ class _EndsCutter:
         (head,) = (call for call in self.calls if isinstance(call, LinearCall))
         self.bias = head.bias
 
-    def _replay(self, outputs: Sequence[mx.array]) -> tuple[list[Call], mx.array]:
-        """The calls and the result of the model, whose taps return `outputs`."""
+    def _replay(
+        self, outputs: Sequence[mx.array], positions: mx.array | None = None
+    ) -> tuple[list[Call], mx.array]:
+        """The calls and the result of the model, whose taps return `outputs`.
+
+        An embedding of positions returns `positions` (T, D).
+        """
         with self.taps.recording(Tape(outputs)) as tape:
+            tape.positions = positions
             logits = self.taps.model(mx.zeros((1, outputs[0].shape[1]), dtype=mx.int32))
         return tape.calls, logits
 
@@ -184,7 +190,29 @@ class _EndsCutter:
                     f"the model computes something between layers {index - 1} and {index}; that is "
                     "not supported"
                 )
+        if self.taps.positions is not None and self._adds_positions():
+            return [0, *traced.passes[1:]]
         return traced.passes
+
+    def _adds_positions(self) -> bool:
+        """Whether the first layer reads the sum of token's and position's embeddings as it is.
+
+        Raises BundleError where it reads anything else than what becomes of the sum.
+        """
+        first, *others = (call.output for call in self.calls)
+        keys = mx.random.split(mx.random.key(0), 2)
+        e, p = (mx.random.normal(first.shape, key=key) for key in keys)
+
+        def read(e: mx.array, p: mx.array | None) -> mx.array:
+            return self._replay([mx.array(e), *others], p)[0][1].inputs[0]
+
+        apart, together = read(e, p[0]), read(e + p, None)
+        if not mx.allclose(apart, together, 1e-5, 1e-5):
+            raise BundleError(
+                "learned positions are not added to the embedding of tokens; such "
+                "models are not supported"
+            )
+        return bool(mx.array_equal(together, e + p).item())
 
     def _logits_shape(self) -> tuple[float, float | None]:
         """The factor f and the cap c of logits: c tanh(f x / c) of the products x, or f x.

@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from export.sources import capped
@@ -87,6 +88,7 @@ class Tape:
     def __init__(self, outputs: Sequence[mx.array] | None = None) -> None:
         self.calls: list[Call] = []
         self.masks: list[Any] = []  # of attention, in layers that run as they are
+        self.positions: mx.array | None = None  # (T, D), of learned positions; without it, zeros
         self._outputs = outputs
 
     def output(self, shape: tuple[int, ...]) -> mx.array:
@@ -128,9 +130,24 @@ class _EmbeddingTap(_Tap):
     def __init__(self, taps: Taps, name: str, embedding: nn.Embedding) -> None:
         self.taps, self.name = taps, name
         self.rows, self.columns = embedding.weight.shape
+        self.first_position: int | None = None  # of an embedding of positions
+        self.looked = False
+
+    def _look(self, ids: mx.array) -> None:
+        """See whether it is given positions; the tokens of a model that is tried are all alike."""
+        given, self.looked = np.array(ids).reshape(-1), True
+        if len(given) > 1 and np.array_equal(given, given[0] + np.arange(len(given))):
+            self.first_position = int(given[0])
+            self.taps.positions = (self.name, self.first_position)
 
     def __call__(self, ids: mx.array) -> mx.array:
         tape = self.taps.tape
+        if not self.looked:
+            self._look(ids)
+        if self.first_position is not None:
+            shape = (*ids.shape, self.columns)
+            added = mx.zeros(shape) if tape.positions is None else tape.positions.reshape(shape)
+            return added
         return tape.record(EmbeddingCall(self.name, (), tape.output((*ids.shape, self.columns))))
 
     def as_linear(self, x: mx.array) -> mx.array:
@@ -205,6 +222,7 @@ class Taps:
         probe: the sequence length to run the model at: no other dimension has this size, so an
             axis of it is the tokens'.
         path: the name of the list of layers in the model, such as "model.layers".
+        positions: the name of the embedding of learned positions, and its row for the first token.
         cuts: whether the layers have taps, too; without, they run as the model runs them.
 
     A class of mlx-lm has one of MLX's two GELUs, whichever `config` names: the model runs with that
@@ -215,7 +233,9 @@ class Taps:
         self, model: nn.Module, probe: int, config: dict[str, Any], cuts: bool = True
     ) -> None:
         self.model, self.probe, self.cuts = model, probe, cuts
-        gelu = _GELUS.get(str(config.get("hidden_act") or config.get("hidden_activation")))
+        keys = ("hidden_act", "hidden_activation", "activation_function")
+        gelu = _GELUS.get(str(next((config[key] for key in keys if config.get(key)), None)))
+        self.positions: tuple[str, int] | None = None
         self.activations = {} if gelu is None else {"gelu": gelu, "gelu_approx": gelu}
         self.tape = Tape()
         self.path, owner, key = _longest_list(model)

@@ -106,9 +106,31 @@ def trace(function: Function, inputs: Sequence[mx.array], differentiated: bool =
     `differentiated` says whether the function calls `mx.vjp`.
     """
     graph = _RecordedGraph()
-    for event in _record(function, inputs, differentiated):
+    for event in _in_order(_record(function, inputs, differentiated)):
         graph.add(event)
     return graph.facts()
+
+
+def _in_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events, with each primitive after those whose results it takes.
+
+    MLX may report a primitive with several results after one that takes the first of them.
+    """
+    primitives = [event for event in events if event["type"] == "primitive"]
+    maker = {name: event for event in primitives for name, _, _ in event["outputs"]}
+    ordered: dict[int, dict[str, Any]] = {}
+    for event in events:
+        late = [event]
+        while late:
+            sources = [name for name, _, _ in late[-1].get("inputs", ())] if maker else []
+            makers = [maker[name] for name in sources if name in maker]
+            missing = [one for one in makers if id(one) not in ordered]
+            if missing and late[-1]["type"] == "primitive":
+                late.append(missing[0])
+            else:
+                last = late.pop()
+                ordered[id(last)] = last
+    return list(ordered.values())
 
 
 class _RecordedGraph:

@@ -35,9 +35,11 @@ PROBE = 17  # tokens: more than the windows that are tried
 # sizes of tensors, which the checkpoint's own shapes confirm, and the lengths
 _SIZES = {
     *("model_type", "num_hidden_layers", "max_position_embeddings", "tie_word_embeddings"),
-    *("n_positions", "n_ctx", "n_inner"),
+    *("n_positions", "n_ctx", "n_inner", "num_key_value_heads"),
     *("original_max_position_embeddings", "quantization", "quantization_config", IN_CONFIG),
 }
+# settings that a class reads otherwise than transformers, as the order of queries, keys and values
+_OTHERWISE = {"gpt_bigcode": {"multi_query": False}}
 
 
 def refuse_unread(
@@ -69,7 +71,8 @@ def unread(
     settings = settings_of(dict(given), family, where)
     known = arguments_of(family)
     before = ""
-    found: dict[str, Any] = {}
+    wrong = _OTHERWISE.get(family, {})
+    found: dict[str, Any] = {key: v for key, v in wrong.items() if settings.get(key) == v}
     for key, value in settings.items():
         if "softcap" in key and value is None and (defaults or {}).get(key) is not None:
             found[key] = value  # classes cap with their own number, then
@@ -77,11 +80,13 @@ def unread(
             continue
         if defaults is not None and key not in defaults and key not in known:
             continue  # of which the checkpoint's reader has told
-        if key in known:
+        if key in known or key in config:
             before = before or _checked(family, config, where)
             if _traced(family, {**config, key: another_value(key, value)}) != before:
                 continue
-        changes_layers = re.search("window|rotary", key)  # for which defaults have been passed over
+        changes_layers = re.search(
+            "window|rotary|model_base", key
+        )  # for which defaults have been passed over
         if defaults is None or changes_layers or defaults.get(key) != value:
             found[key] = value
     return found
@@ -91,7 +96,7 @@ def _is_neutral(key: str) -> bool:
     """Whether a setting computes nothing, or is the size of a tensor, which its shape confirms."""
     if key in _SIZES or key in neutral_settings() or is_neutral_name(key):
         return True
-    return key.endswith("_size") and not re.search("window|chunk", key)
+    return key.endswith(("_size", "_head_dim")) and not re.search("window|chunk", key)
 
 
 def _way_out(found: Mapping[str, Any], given: Mapping[str, Any]) -> str:
@@ -115,8 +120,10 @@ def _is_off(key: str, value: Any, settings: Mapping[str, Any]) -> bool:
         return full or (alike and _is_wide(settings.get("sliding_window"), longest))
     if key == "partial_rotary_factor":
         return bool(value == 1)
-    if key == "head_dim":
-        return bool(value * settings.get("num_attention_heads", 0) == settings.get("hidden_size"))
+    heads = settings.get("num_attention_heads", 0)
+    if key == "head_dim":  # of latent attention it is that of the part with positions
+        turned = settings.get("qk_rope_head_dim")
+        return bool(value * heads == settings.get("hidden_size") or value == turned)
     if "window" in key:
         return full or _is_wide(value, longest) or settings.get("use_sliding_window") is False
     return False
@@ -136,7 +143,8 @@ def another_value(key: str, value: Any) -> Any:
     if isinstance(value, float):
         return 1.25 * value + 0.125
     if isinstance(value, str):
-        return {"relu": "gelu", "rope": "nope"}.get(value, "relu")
+        others = {"relu": "gelu", "gelu": "gelu_pytorch_tanh", "rope": "nope"}
+        return others.get(value, "relu")
     if isinstance(value, list | tuple):
         return [_other(one) for one in value]
     return None

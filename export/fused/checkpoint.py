@@ -16,7 +16,7 @@ from pathlib import Path
 
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
-from export.sources.families import transformers_config
+from export.sources.families import stored_numbers, transformers_config
 from export.sources.safetensors_files import INDEX
 from export.sources.source import refuse_renamed
 from export.stored import FloatType, numpy_type
@@ -120,7 +120,9 @@ def _write_tensors(
     path: Path, model: FusedCheckpoint, names: Sequence[str], dtype: FloatType, slices: Slices
 ) -> None:
     """Write a safetensors file, a slice of a tensor at a time."""
-    tensors = {name: (CODES[dtype], model.shape(name)) for name in names}
+    numbers = stored_numbers(model.family, model.config)
+    shapes = {name: () if name in numbers else model.shape(name) for name in names}
+    tensors = {name: (CODES[dtype], shape) for name, shape in shapes.items()}
     with storage_errors(path), path.open("wb") as file:
         file.write(safetensors_header(tensors, {"format": "pt"}))  # transformers asks for this word
         for name in names:

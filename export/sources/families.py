@@ -21,7 +21,7 @@ from export.sources.general import (
     text_family,
     text_settings,
 )
-from export.sources.rope import ORIGINAL_LENGTH, checked_scaling, install
+from export.sources.rope import ORIGINAL_LENGTH, checked_scaling, install, turn_part
 from export.sources.windows import (
     FULL,
     SLIDING,
@@ -35,6 +35,15 @@ from runtime.core.errors import BundleError, UsageError
 
 # classes of transformers that load a family's fused checkpoints, where its own table has another
 _CLASSES = {"gemma3_text": "Gemma3ForCausalLM"}
+# transformers' names of tensors -> mlx-lm's, where its class has no `sanitize` that renames them
+NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    "gpt2": (("transformer.", ""),),
+    "nanochat": (
+        *(("model.embed_tokens.", "transformer.wte."), ("model.layers.", "transformer.h.")),
+        *((f".self_attn.{one}_proj.", f".attn.c_{one}.") for one in "qkv"),
+        *((".self_attn.o_proj.", ".attn.c_proj."), (".fc1.", ".c_fc."), (".fc2.", ".c_proj.")),
+    ),
+}
 # settings that describe a single checkpoint, and not its architecture
 _OF_THE_SOURCE = (
     *("quantization", "quantization_config", "torch_dtype", "dtype", "_name_or_path"),
@@ -219,10 +228,11 @@ def transformers_config(family: str, config: dict[str, Any], dtype: str) -> dict
 def build_model(family: str, config: dict[str, Any], where: str = "config") -> Any:
     """mlx-lm's own model for a normalised configuration, with random parameters.
 
-    The parameters are lazy: each takes memory only when it is evaluated. Raises BundleError where
+    The parameters are lazy: each takes memory only when it is evaluated. Those that are numbers are
+    vectors of one, as transformers stores them. Raises BundleError where
     the model class cannot be built from the configuration.
     """
-    from mlx.utils import tree_flatten
+    from mlx.utils import tree_flatten, tree_unflatten
 
     module = model_module(family, where)
     try:
@@ -234,12 +244,37 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
         ) from e
     install(model)
     capped.install(model)
+    if "partial_rotary_factor" not in arguments_of(family):
+        turn_part(model, config.get("partial_rotary_factor", 1))
     if hasattr(model, "sanitize"):  # in which mlx-lm drops the output matrix of tied models
         own = dict(tree_flatten(model.parameters()))
         if config.get("tie_word_embeddings", True):
             own.pop("lm_head.weight", None)
         model.sanitize(own)
+    model.update(tree_unflatten([(name, one[None]) for name, one in _numbers(model).items()]))
     return model
+
+
+def _numbers(model: Any) -> dict[str, Any]:
+    """The parameters of one of mlx-lm's models that are single numbers, by name."""
+    from mlx.utils import tree_flatten
+
+    return {name: value for name, value in tree_flatten(model.parameters()) if not value.ndim}
+
+
+def stored_numbers(family: str, config: dict[str, Any]) -> set[str]:
+    """The parameters that checkpoints hold as numbers, and not as vectors of one.
+
+    mlx-lm's class takes both as numbers: its `sanitize` makes them of vectors.
+    """
+    import mlx.core as mx
+
+    module = model_module(family)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    vectors = {name: mx.zeros((1,)) for name in _numbers(model)}
+    if vectors and hasattr(model, "sanitize"):
+        vectors = model.sanitize(vectors)
+    return {name for name, value in vectors.items() if value.ndim}
 
 
 def expected_shapes(

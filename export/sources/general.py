@@ -13,6 +13,7 @@ import io
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
@@ -28,14 +29,20 @@ from runtime.core.errors import BundleError
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_transformer_layers")
 _SCALES_FULL_ALONE = {"olmo3"}  # in layers with a window, positions are not scaled
 _LAYER_NAMES = {"granitemoehybrid": {"full_attention": "attention", "linear_attention": "mamba"}}
-_SAME = (_LAYERS, ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"))
+_SAME = (
+    *(
+        _LAYERS,
+        ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rms_norm_eps"),
+    ),
+    ("n_positions", "n_ctx"),
+)
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
 _MAX_LAYERS = 1024
 # what is kept although mlx-lm's class may not take it
 _KEPT = (
     *("vocab_size", "max_position_embeddings", "pad_token_id"),
-    *("hidden_act", "hidden_activation"),
+    *("hidden_act", "hidden_activation", "activation_function"),
 )
 _NEEDED = inspect.Parameter.empty  # the default of an argument without one
 # arguments that classes of mlx-lm need and transformers has no setting for -> what it computes
@@ -201,6 +208,11 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
         if (value is not None or "window" in key) and _is_finite(value)
     }
     config |= _others_needed(family, config, full)
+    if "n_positions" in full:
+        config.setdefault("max_position_embeddings", full["n_positions"])
+    part = (default_settings(str(raw.get("model_type")), family) or {}).get(_TURNED[0])
+    if part is not None and _TURNED[0] in full:  # which is computed even where the class does not
+        config.setdefault(_TURNED[0], full[_TURNED[0]])
     tied = full.get("tie_word_embeddings")
     config["tie_word_embeddings"] = not has_lm_head if has_lm_head or tied is None else tied
     return {**config, "model_type": family, "num_hidden_layers": layers}
@@ -218,6 +230,8 @@ def _others_needed(family: str, config: dict[str, Any], full: dict[str, Any]) ->
             value = heads
         elif name == "head_dim" and heads and full.get("hidden_size"):
             value = full["hidden_size"] // heads
+        elif name == "n_inner" and full.get("n_embd"):
+            value = 4 * full["n_embd"]
         if value is not None or name in _ABSENT:
             found[name] = value
     return found
@@ -272,20 +286,27 @@ def _one_scope(nested: dict[str, Any], family: str, where: str) -> dict[str, Any
     return scope
 
 
-def tensors_made(
-    model: Any, shapes: Mapping[str, tuple[int, ...]], where: str
-) -> dict[str, tuple[str, int, int]]:
-    """The tensors that mlx-lm's `model` makes of a checkpoint's in `sanitize`.
+@dataclass(frozen=True)
+class Made:
+    """A tensor that mlx-lm makes of a checkpoint's: some of its rows, or all of it transposed."""
 
-    Each by its name is the name of the checkpoint's tensor, its first row in there, and its rows.
+    source: str
+    first: int
+    rows: int
+    transposed: bool = False
+
+
+def tensors_made(model: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, Made]:
+    """The tensors that mlx-lm's `model` makes of a checkpoint's in `sanitize`, by their names.
+
     `sanitize` is run on arrays that hold the numbers of their rows and columns, which take no
     memory. Raises BundleError where it does anything else than to rename tensors, to split them by
-    rows, and to leave some out.
+    rows, to transpose them, and to leave some out.
     """
     import mlx.core as mx
 
     if not hasattr(model, "sanitize"):
-        return {name: (name, 0, shape[0] if shape else 1) for name, shape in shapes.items()}
+        return {name: Made(name, 0, shape[0] if shape else 1) for name, shape in shapes.items()}
 
     heights = [shape[0] if shape else 1 for shape in shapes.values()]
     starts = dict(zip(shapes, accumulate(heights[:-1], initial=0), strict=True))
@@ -311,7 +332,7 @@ def tensors_made(
     for name, array in rows_out.items():
         source = names.get(id(array))
         if source is not None:
-            made[name] = (source, 0, shapes[source][0] if shapes[source] else 1)
+            made[name] = Made(source, 0, shapes[source][0] if shapes[source] else 1)
             continue
         part = _rows_of(array, columns_out[name], shapes, starts)
         if part is None:
@@ -322,10 +343,13 @@ def tensors_made(
 
 def _rows_of(
     rows: Any, columns: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
-) -> tuple[str, int, int] | None:
-    """The tensor, the first row and the number of rows of an array of numbers, if it is such."""
+) -> Made | None:
+    """The part of a tensor that arrays of numbers of its rows and columns are, if it is such."""
     if rows.ndim != 2:
         return None
+    transposed = rows[0, 0].item() != rows[0, -1].item()
+    if transposed:
+        rows, columns = rows.T, columns.T
     numbers, across = np.array(rows[:, 0]), np.array(columns[0])
     source = max((name for name in starts if starts[name] <= numbers[0]), key=starts.__getitem__)
     first = int(numbers[0]) - starts[source]
@@ -333,7 +357,9 @@ def _rows_of(
     inside = first + len(numbers) <= shapes[source][0] and len(shapes[source]) == 2
     if not (consecutive and inside and np.array_equal(across, np.arange(shapes[source][1]))):
         return None
-    return source, first, len(numbers)
+    if transposed:
+        return Made(source, 0, len(across), True) if shapes[source][0] == len(numbers) else None
+    return Made(source, first, len(numbers))
 
 
 # dropout, numbers of tokens, and blocks that are refused where there are any

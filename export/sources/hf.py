@@ -5,13 +5,14 @@ The weights may be floats or quantized by MLX.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from export.sources.families import (
+    NAMES,
     build_model,
     check_architecture,
     expected_shapes,
@@ -211,7 +212,7 @@ def _language_model(
     """
     tensors: dict[str, StoredTensor] = {}
     for tensor in (tensor for file in files for tensor in file.tensors.values()):
-        name = _inner_name(unwrapped(tensor.name))
+        name = _inner_name(unwrapped(tensor.name), NAMES.get(model.model_type, ()))
         if name in tensors:
             raise BundleError(
                 f"{where}: {tensors[name].name} and {tensor.name} are both {name}; it holds two "
@@ -219,12 +220,14 @@ def _language_model(
             )
         tensors[name] = tensor
     expected = parameter_shapes(model)
-    own = {*tensors}
+    own = {_inner_name(unwrapped(tensor.name), ()) for tensor in tensors.values()}
     if not tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}:
         made = tensors_made(model, {name: tensor.shape for name, tensor in tensors.items()}, where)
         tensors = {
-            name: tensors[source].part(first, rows) if tensors[source].shape else tensors[source]
-            for name, (source, first, rows) in made.items()
+            name: tensors[part.source].transposed()
+            if part.transposed
+            else tensors[part.source].part(part.first, part.rows)
+            for name, part in made.items()
         }
     parts = _parts(expected)
     others = [tensor.name for name, tensor in tensors.items() if not name.startswith(parts)]
@@ -254,9 +257,14 @@ def _parts(expected: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(parts))
 
 
-def _inner_name(stored: str) -> str:
-    """mlx-lm's name of a tensor of a language model that a larger model may hold."""
+def _inner_name(stored: str, names: Sequence[tuple[str, str]]) -> str:
+    """mlx-lm's name of a tensor of a language model that a larger model may hold.
+
+    `names` are parts that have other names in mlx-lm.
+    """
     for outer, inner in _PREFIXES:
         if stored.startswith(outer):
             return inner + stored.removeprefix(outer)
+    for theirs, ours in names:
+        stored = stored.replace(theirs, ours)
     return stored

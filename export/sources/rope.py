@@ -195,3 +195,15 @@ def install(model: Any) -> None:
                 module[name] = Rope(
                     *longrope(args.rope_scaling, args.rope_theta, rope.dim, longest)
                 )
+
+
+def turn_part(model: Any, share: float) -> None:
+    """Let the layers of one of mlx-lm's models turn so much of each head, and no more.
+
+    For classes that turn all of it, as that of GLM does.
+    """
+    import mlx.nn as nn
+
+    for _, module in model.named_modules():
+        if isinstance(module, nn.RoPE):
+            module.dims = int(module.dims * share)

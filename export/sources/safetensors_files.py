@@ -30,9 +30,9 @@ _READ_AS = {"F32": np.float32, "F16": np.float16, "BF16": np.float32, "U32": np.
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file: its name there, safetensors' name of its type, its shape.
+    """A tensor of a file: its name there, safetensors' name of its type, its shape (of a number 1).
 
-    Or some of its rows, from `first` on.
+    Or some of its rows, from `first` on, or all of it, transposed.
     """
 
     name: str
@@ -40,6 +40,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     _file: Any
     first: int = 0
+    is_transposed: bool = False
+
+    def transposed(self) -> StoredTensor:
+        """The whole tensor, transposed."""
+        return replace(self, shape=self.shape[::-1], is_transposed=True)
 
     def part(self, first: int, rows: int) -> StoredTensor:
         """So many rows of it, from `first` on."""
@@ -53,9 +58,14 @@ class StoredTensor:
         read_as = _READ_AS[self.dtype]
         if start == stop:  # the library refuses an empty slice
             return np.empty((0, *self.shape[1:]), read_as)
-        rows: npt.NDArray[Any] = self._file.get_slice(self.name)[
-            self.first + start : self.first + stop
-        ]
+        view = self._file.get_slice(self.name)
+        rows: npt.NDArray[Any]
+        if self.is_transposed:
+            rows = np.ascontiguousarray(view[:, start:stop].T)
+        elif view.get_shape():
+            rows = view[self.first + start : self.first + stop]
+        else:  # a number is a vector of one
+            rows = self._file.get_tensor(self.name).reshape(1)
         return rows.astype(read_as, copy=False)
 
 
@@ -78,7 +88,7 @@ class SafetensorsFile:
                 f"safetensors file ({reason}); download it again"
             ) from None
         self.tensors = {
-            name: StoredTensor(name, view.get_dtype(), tuple(view.get_shape()), file)
+            name: StoredTensor(name, view.get_dtype(), tuple(view.get_shape()) or (1,), file)
             for name, view in slices.items()
         }
 

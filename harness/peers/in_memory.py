@@ -58,7 +58,7 @@ def plain_loss(model: Model, adapters: Adapters, rows: Sequence[Sample]) -> floa
     """Mean loss over all scored targets, each sample run by itself from end to end."""
     total, count = 0.0, 0
     for row in rows:
-        x = model.embed(row.inputs)
+        x = model.embed(row.inputs, offsets=row.offsets)
         for block in model.blocks[1:-1]:
             x = model.forward(block, x, adapters.loras(block), row.offsets)
         h = model.hidden(x, row.scored)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +23,7 @@ from runtime.engine.executor import Executor
 from runtime.engine.graphs import Graphs
 from runtime.operations.attention import STARTS
 from runtime.operations.base import Operation
-from runtime.operations.embedding_kernel import TOKENS
+from runtime.operations.embedding_kernel import POSITIONS, TOKENS
 from runtime.operations.head_kernel import HeadKernel, HeadResult, Targets
 from runtime.operations.kernel import Observe, Tools
 from runtime.operations.logits_kernel import LogitsKernel, Shaping
@@ -122,14 +123,24 @@ class Model:
     def _lowered(self) -> dict[Block, LoweredBlock]:
         return {lowered_block.block: lowered_block for lowered_block in self.lowered.blocks}
 
-    def embed(self, tokens: npt.NDArray[np.int64], loras: Loras | None = None) -> mx.array:
+    def embed(
+        self,
+        tokens: npt.NDArray[np.int64],
+        loras: Loras | None = None,
+        offsets: Offsets | None = None,
+        first: int = 0,
+    ) -> mx.array:
         """Hidden states (1, bucket, D) of tokens (T,), padded up to the bucket.
 
-        `loras` only matter where they move the weights themselves.
+        `loras` only matter where they move the weights themselves. `offsets` divide a sequence of
+        packed rows; `first` is the position of the first token of one row.
         """
-        padded = np.zeros(self.bucket, np.int64)
+        padded, places = np.zeros(self.bucket, np.int64), np.zeros(self.bucket, np.int64)
         padded[: len(tokens)] = tokens
-        values: Values = {TOKENS: mx.array(padded)}
+        places[: len(tokens)] = np.arange(first, first + len(tokens))
+        for start, stop in pairwise(() if offsets is None else offsets.tolist()):
+            places[start:stop] = np.arange(stop - start)
+        values: Values = {TOKENS: mx.array(padded), POSITIONS: mx.array(places)}
         return self._forward(self.blocks[0], [values], [{} if loras is None else loras])[0]
 
     def forward(

@@ -113,7 +113,9 @@ class Backprop:
         kept: Kept = {}
         with visit(self.model, 0):
             for row, sample in enumerate(rows):
-                self.activations.put(1, row, self.model.embed(sample.inputs))
+                self.activations.put(
+                    1, row, self.model.embed(sample.inputs, offsets=sample.offsets)
+                )
         for layer in visits(self.model):
             self._forward(layer, rows, kept)
         with visit(self.model, -1):

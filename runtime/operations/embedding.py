@@ -13,10 +13,16 @@ DEQUANTIZED = 8  # arrays as large as the rows: their words, codes and halves on
 
 
 class Embedding(Operation, frozen=True):
-    """Looks up a row of `matrix` (a full name) for each token; the first block begins with it."""
+    """Looks up a row of `matrix` (a full name) for each token; the first block begins with it.
+
+    With `positions`, another matrix, it adds row `first_position` + p for the p-th token of a row
+    of text.
+    """
 
     outputs: tuple[str]
     matrix: str
+    positions: str = ""
+    first_position: int = 0
 
     reversible: ClassVar[bool] = False
 
@@ -25,14 +31,16 @@ class Embedding(Operation, frozen=True):
         return self.outputs
 
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
-        return (self.matrix,)
+        return (self.matrix, self.positions) if self.positions else (self.matrix,)
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
-        return 3 * call.tokens * execution.tables.matrices[self.matrix].columns * F32
+        tables = 2 if self.positions else 1
+        return 3 * tables * call.tokens * execution.tables.matrices[self.matrix].columns * F32
 
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
         """The rows as they are stored, and each array on the way from there to float32."""
-        return DEQUANTIZED * pages(call.bytes_of(self.outputs[0]))
+        tables = 2 if self.positions else 1
+        return DEQUANTIZED * tables * pages(call.bytes_of(self.outputs[0]))
 
     def check_weights(
         self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
@@ -41,6 +49,17 @@ class Embedding(Operation, frozen=True):
         (name,) = self.outputs
         stream = (1, T, tables.hidden_size)
         require(values[name] == stream, f"{where}: {name} is not {stream}")
+        if self.positions:
+            self._check_positions(where, tables)
+
+    def _check_positions(self, where: str, tables: Tables) -> None:
+        table = tables.matrices.get(self.positions)
+        require(table is not None and self.positions != self.matrix, f"{where}: {self.positions}")
+        assert table is not None
+        fits = table.columns == tables.hidden_size and self.first_position >= 0
+        most = max(tables.buckets, default=0)
+        fits = fits and most + self.first_position <= table.rows
+        require(fits, f"{where}: {self.positions} is ({table.rows}, {table.columns})")
 
     def describe(self, values: Mapping[str, Shape]) -> str:
         return f"embedding {self.matrix} -> " + "x".join(map(str, values[self.outputs[0]][1:]))

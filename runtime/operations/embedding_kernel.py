@@ -11,12 +11,14 @@ from runtime.arrays.values import Gradients, Loras, Values, move_of
 from runtime.operations.embedding import Embedding
 from runtime.operations.kernel import Run, Tools
 
-TOKENS = "tokens"  # the value that a block without an input is given: (T,) integers
+# the values that a block without an input is given, both (T,) integers: tokens, and where in its
+# row of text each of them is
+TOKENS, POSITIONS = "tokens", "positions"
 
 
 @dataclass(frozen=True)
 class EmbeddingKernel:
-    """Looks up the rows of the tokens in the value `TOKENS`: (1, T, D)."""
+    """Looks up the rows of the tokens in the value `TOKENS`, and of their places: (1, T, D)."""
 
     tools: Tools
 
@@ -25,7 +27,11 @@ class EmbeddingKernel:
         matrix = self.tools.stored[operation.matrix]
         for values, lora in zip(lanes, loras, strict=True):
             tokens = np.array(values.pop(TOKENS)).astype(np.int64)
+            places = np.array(values.pop(POSITIONS)).astype(np.int64) + operation.first_position
             rows = self.tools.matrices.rows(matrix, tokens, move_of(lora))[None]
+            if operation.positions:
+                table = self.tools.stored[operation.positions]
+                rows = rows + self.tools.matrices.rows(table, places, move_of(lora))[None]
             self.tools.profile.settle(rows)
             values[operation.outputs[0]] = rows
 

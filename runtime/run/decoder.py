@@ -96,7 +96,8 @@ class Decoder:
         chunks = [np.array(tokens[at : at + bucket]) for at in range(0, len(tokens), bucket)]
         positions = [first + at for at in range(0, len(tokens), bucket)]
         with visit(model, 0):
-            xs = [model.embed(chunk) for chunk in chunks]
+            pairs = zip(chunks, positions, strict=True)
+            xs = [model.embed(chunk, first=position) for chunk, position in pairs]
         for layer in visits(model):
             block = layer.block
             loras = self.adapters.loras(block)

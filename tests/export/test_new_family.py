@@ -2,7 +2,8 @@
 
 Granite multiplies by constants, the logits among them; OLMo 2 norms after the block, and the whole
 width of queries and keys; Phi-3 has one matrix for queries, keys and values; SmolLM3 has a layer
-without positions; Gemma 2 caps scores and logits; the head of Phi has a bias.
+without positions; Gemma 2 caps scores and logits; the head of Phi has a bias; GPT-2 learns
+positions.
 """
 
 from __future__ import annotations
@@ -43,9 +44,15 @@ from runtime.storage.activations import Activations
 
 Rng = np.random.Generator
 BUCKET = 32
+# settings that mlx-lm's own class computes with, too, and sizes that groups of 32 divide
+CHANGES: dict[str, dict[str, Any]] = {
+    "gpt_bigcode": {"activation_function": "gelu"},
+    "minicpm3": {"q_lora_rank": 32, "kv_lora_rank": 32},
+}
+SLOW = ("gptj", "muse_glimmer", "qwen2_vl", "gpt_bigcode", "apertus", "glm", "minicpm3", "exaone")
 TYPES = (
-    *("granite", "olmo2", "phi3", "smollm3", "gemma2", "phi"),
-    *(pytest.param(one, marks=pytest.mark.slow) for one in ("gptj", "muse_glimmer", "qwen2_vl")),
+    *("granite", "olmo2", "phi3", "smollm3", "gemma2", "phi", "gpt2"),
+    *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW),
 )
 
 
@@ -61,7 +68,8 @@ def written(folder: Path, model_type: str, **changes: Any) -> Path:
 @pytest.fixture(params=TYPES)
 def bundle(shared: Shared, request: pytest.FixtureRequest) -> Bundle:
     def export(path: Path) -> None:
-        folder = written(path.with_suffix(".hf"), request.param)
+        changes = CHANGES.get(request.param, {})
+        folder = written(path.with_suffix(".hf"), request.param, **changes)
         export_bundle(settings(folder, path, seq_lens=(BUCKET,), group_size=32))
 
     return runnable(shared(f"a tiny {request.param}", export))
@@ -111,6 +119,8 @@ def test_it_trains(bundle: Bundle, tmp_path: Path, method: str) -> None:
 
 
 def test_mlx_lm_reads_what_is_fused(bundle: Bundle, rng: Rng, tmp_path: Path) -> None:
+    if bundle.manifest.family == "glm":
+        pytest.skip("mlx-lm turns whole heads, whatever partial_rotary_factor says")
     adapters = adapters_of(bundle, rng)
     tokens = rng.integers(0, bundle.manifest.vocab_size, 30)
     with fused_model(bundle, adapters) as model:

@@ -49,13 +49,19 @@ OTHERS: Settings = {
     **{"ffn_dim_divisor": 8, "ffn_with_glu": True, "normalize_qk_projections": True},
     **{"share_input_output_layers": True, "rope_parameters": {"rope_theta": 1e4}},
 }
+LONG = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 256},
+    **{"factor": 1.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 1.1, 1.2, 1.3]},
+}
 OF_IMAGES = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
 # where a class of mlx-lm has no setting for a size, or passes over windows
 OF_TYPE: dict[str, Settings] = {
     "gpt_neox": {"intermediate_size": 256},
     "gemma3_text": {"num_hidden_layers": 6},
     "gemma2": {"sliding_window": 256},
-    "gptj": {"n_inner": None},
+    **{name: {"n_inner": None} for name in ("gptj", "gpt2")},
+    "gpt_bigcode": {"num_key_value_heads": 1},
+    "minicpm3": {"rope_parameters": LONG, "tie_word_embeddings": False, "num_key_value_heads": 4},
     "granitemoehybrid": {
         "layer_types": ["full_attention"] * 4,
         "num_local_experts": 0,

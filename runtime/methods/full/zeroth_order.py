@@ -63,7 +63,8 @@ class FullZerothOrder(ZerothOrder):
 
     def _embed(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> None:
         for slot, lane in enumerate(lanes):
-            x = model.embed(rows[lane.row].inputs, self._loras[lane.point])
+            sample = rows[lane.row]
+            x = model.embed(sample.inputs, self._loras[lane.point], sample.offsets)
             self.activations.put(0, slot, x)
             del x
         self._catch_up(model.blocks[0], model)

@@ -242,7 +242,7 @@ class ZerothOrder:
 
     def _embed(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> None:
         for row in sorted({lane.row for lane in lanes}):
-            x = model.embed(rows[row].inputs)
+            x = model.embed(rows[row].inputs, offsets=rows[row].offsets)
             for slot, lane in enumerate(lanes):
                 if lane.row == row:
                     self.activations.put(0, slot, x)

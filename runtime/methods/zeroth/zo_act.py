@@ -150,7 +150,7 @@ def set_bases(
             )
     with visit(model, 0):
         for slot, row in enumerate(rows):
-            activations.put(0, slot, model.embed(row.inputs))
+            activations.put(0, slot, model.embed(row.inputs, offsets=row.offsets))
     last = max((at for at, block in enumerate(model.blocks) if manifest.adapted(block)), default=0)
     for layer in visits(model, range(1, last + 1)):
         block = layer.block

@@ -9,7 +9,7 @@ import pytest
 from model_types.tiny import tiny
 
 from export.sources.families import check_architecture, normalise_config, text_config
-from export.sources.general import normalised, tensors_made
+from export.sources.general import Made, normalised, tensors_made
 from export.sources.settings import unknown_settings
 from runtime.core.errors import BundleError
 
@@ -34,15 +34,18 @@ def test_tensors_are_renamed_split_by_rows_and_left_out() -> None:
         }
 
     assert tensors_made(Model(sanitize), SHAPES, "x") == {
-        "first": ("a", 0, 2),
-        "second": ("a", 2, 2),
-        "third": ("a", 4, 2),
-        "renamed": ("b", 0, 2),
-        "d": ("d", 0, 2),
-        "e": ("e", 0, 1),
+        "first": Made("a", 0, 2),
+        "second": Made("a", 2, 2),
+        "third": Made("a", 4, 2),
+        "renamed": Made("b", 0, 2),
+        "d": Made("d", 0, 2),
+        "e": Made("e", 0, 1),
+    }
+    assert tensors_made(Model(lambda weights: {"a": weights["a"].T}), SHAPES, "x") == {
+        "a": Made("a", 0, 3, True)
     }
     assert tensors_made(object(), SHAPES, "x") == {
-        name: (name, 0, shape[0] if shape else 1) for name, shape in SHAPES.items()
+        name: Made(name, 0, shape[0] if shape else 1) for name, shape in SHAPES.items()
     }
 
 
@@ -53,7 +56,8 @@ def test_tensors_are_renamed_split_by_rows_and_left_out() -> None:
         lambda a: a[:, ::-1],
         lambda a: a[:, :2],
         lambda a: a[::2],
-        lambda a: a.T,
+        lambda a: a[:4].T,
+        lambda a: a[:, ::-1].T,
         lambda a: 2 * a,
         lambda a: a.reshape(3, 6),
         lambda a: mx.concatenate([a, a]),
