@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +60,17 @@ def peft_logits(
     out = folder / "peft.npy"
     run_script(TORCH, "peft_logits.py", model, adapter, _listed(tokens), out, dtype, scale)
     return np.asarray(np.load(folder / "peft.npy"))
+
+
+def several_peft_logits(
+    pairs: Mapping[str, tuple[Path, str]], tokens: Sequence[int], folder: Path
+) -> dict[str, np.ndarray]:
+    """(T, V) by name, as transformers itself computes: of models, each with its adapter or "-"."""
+    words: list[object] = []
+    for name, (model, adapter) in pairs.items():
+        words += [model, adapter, _listed(tokens), folder / f"{name}.npy", "float32", "own"]
+    run_script(TORCH, "peft_logits.py", *words)
+    return {name: np.asarray(np.load(folder / f"{name}.npy")) for name in pairs}
 
 
 def llama_logits(

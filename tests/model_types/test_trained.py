@@ -1,0 +1,131 @@
+"""Every model type that works, as transformers writes it: trained, resumed, and used elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from oracles import whole_model as reference
+from support.adapters import saved_adapter
+from support.bundles import runnable, settings
+from support.fusing import fused_model, silent
+from support.logits import apart, engine_logits
+from support.models import Rng, adapters_of, agree, mebp, model_of, row_of
+from support.peers import TORCH, interpreter, several_peft_logits
+from support.runs import adapter, here, killed_and_resumed, succeeds, summary_of, train_arguments
+
+from export.bundle import export_bundle
+from export.fused.checkpoint import write_checkpoint
+from export.sources.verified import is_verified, tried_types
+from model_types.trial import made_elsewhere
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BundleError
+from runtime.methods.adapters import Adapters
+from runtime.methods.noise import Noise
+
+BUCKET = 64  # longer than the windows of the tiny models
+PREDICTED_WITHIN = 0.05
+EPSILON = 1e-2
+CLOSE_ELSEWHERE = 1e-4  # PyTorch rounds in another order
+METHODS = ("mebp", "mezo")
+
+pytestmark = pytest.mark.slow
+TYPES = sorted(filter(is_verified, tried_types()))
+each_type = pytest.mark.parametrize("model_type", TYPES)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Of the types whose tests run: a folder each that transformers has written."""
+    interpreter(*TORCH)
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    types = {call.params["model_type"] for call in calls if call and "model_type" in call.params}
+    made_elsewhere(folder, sorted(types & {*TYPES}), 7)
+    return folder
+
+
+def exported(folder: Path, model_type: str) -> Bundle:
+    output = folder / f"bundle of {model_type}"
+    if not output.exists():
+        export_bundle(settings(folder / model_type, output, bits=32, seq_lens=(32, BUCKET)))
+    return runnable(output)
+
+
+@each_type
+def test_gradients_are_autograds_and_losses_those_of_a_step(
+    checkpoints: Path, tmp_path: Path, rng: Rng, model_type: str
+) -> None:
+    bundle = exported(checkpoints, model_type)
+    adapters = adapters_of(bundle, rng)
+    rows = [row_of(bundle, rng, BUCKET), row_of(bundle, rng, 40)]
+    dense = reference.dense_model(bundle, adapters)
+    expected_loss, expected = reference.gradients(dense, [(r.tokens, r.scored) for r in rows])
+    loss, found = mebp(model_of(bundle, BUCKET, slices=True), adapters, rows, tmp_path, kept=1)
+    assert loss.loss_sum / loss.scored_tokens == pytest.approx(expected_loss, rel=1e-5)
+    agree(found, expected)
+    for sign in (1, -1):
+        moved = perturbed(adapters, sign * EPSILON)
+        loss = reference.plain_loss(model_of(bundle, BUCKET), moved, rows)
+        dense = reference.dense_model(bundle, moved)
+        expected_loss = reference.batch_loss(dense, [(r.tokens, r.scored) for r in rows]).item()
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+
+
+def perturbed(adapters: Adapters, by: float) -> Adapters:
+    noise = Noise(3)
+    moved = {
+        name: value + noise.draw(0, 0, name, value.shape) * by
+        for name, value in adapters.tensors.items()
+    }
+    return Adapters(adapters.manifest, moved)
+
+
+@each_type
+@pytest.mark.parametrize("method", METHODS)
+def test_a_killed_run_ends_as_if_nothing_had_been_within_its_prediction(
+    checkpoints: Path, tmp_path: Path, model_type: str, method: str
+) -> None:
+    bundle = exported(checkpoints, model_type)
+    whole = train_arguments(bundle.path, tmp_path / "whole", 3, method=method)
+    succeeds(*whole)
+    killed_and_resumed(
+        tmp_path / "killed",
+        "step 2",
+        train_arguments(bundle.path, tmp_path / "killed", 3, method=method),
+    )
+    assert adapter(tmp_path / "killed") == adapter(tmp_path / "whole")
+    summary = summary_of(tmp_path / "whole")
+    predicted, measured = summary["predicted_peak_bytes"], summary["peak_footprint_bytes"]
+    print(model_type, method, f"{predicted / measured - 1:+.1%}")
+    assert measured <= (1 + PREDICTED_WITHIN) * predicted
+
+
+@each_type
+def test_adapters_and_fused_models_are_used_elsewhere(
+    checkpoints: Path, tmp_path: Path, rng: Rng, model_type: str
+) -> None:
+    """Where the names or the layout of transformers' matrices are others, it is refused by name."""
+    model, bundle = checkpoints / model_type, exported(checkpoints, model_type)
+    tokens = rng.integers(0, bundle.manifest.vocab_size, 48)
+    adapters = saved_adapter(bundle, rng, tmp_path / "ours")
+    pairs: dict[str, tuple[Path, str]] = {}
+    to = ("adapter", tmp_path / "ours", "--bundle", bundle.path, "--to", "peft", "-o")
+    done = here(*to, tmp_path / "peft")
+    if done.returncode:
+        assert "transformers" in done.stderr or "PEFT" in done.stderr
+        print(model_type, "PEFT refused:", done.stderr)
+    else:
+        pairs["PEFT"] = model, str(tmp_path / "peft")
+    try:
+        with fused_model(bundle, adapters) as fused:
+            write_checkpoint(fused, tmp_path / "fused", "float32", 1 << 40, False, silent)
+        pairs["fused"] = tmp_path / "fused", "-"
+    except BundleError as problem:
+        assert "transformers" in str(problem)
+        print(model_type, "fused refused:", problem)
+    ours = engine_logits(bundle, adapters, tokens)
+    assert apart(ours, engine_logits(bundle, None, tokens)) > 0.01
+    for name, theirs in several_peft_logits(pairs, tokens.tolist(), tmp_path).items():
+        print(model_type, name, error := apart(ours, theirs))
+        assert error <= CLOSE_ELSEWHERE
