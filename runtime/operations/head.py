@@ -46,11 +46,15 @@ class Head(Operation, frozen=True):
             return self._evaluated_bytes(h, call, execution)
         matrix = execution.tables.matrices[self.matrix]
         gradient = h if call.backward else 0
-        waiting = 3 * call.lanes * h  # h and its halves, and the rows of the targets
+        # h, its halves as they are multiplied, and the rows of the targets
+        waiting = call.lanes * (2 * h + h * execution.factor_bytes // F32)
         values = execution.chunk_rows * matrix.columns
         dequantizing = execution.dequantizing_bytes(matrix, values)
         joined = gradient  # of its halves, after the last chunk is freed
-        return waiting + gradient + max(dequantizing, scoring_bytes(matrix, execution), joined)
+        scoring = scoring_bytes(matrix, execution)
+        if call.backward:
+            scoring += execution.rounded_bytes(logits_bytes(execution) // F32)
+        return waiting + gradient + max(dequantizing, scoring, joined)
 
     def _evaluated_bytes(self, h: int, call: Call, execution: Execution) -> int:
         """Where a chunk is one evaluation of all lanes, none of whose arrays is freed before.

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays, row_sums
 from runtime.arrays.matrices import Matrices
+from runtime.arrays.products import Products
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, ReadyTile, RowSum
 from runtime.arrays.values import Move
@@ -68,7 +69,7 @@ class _Lane:
         self.total = self.total * fade + row_sums(p)
         self.best = new
         if gradient:
-            self.weighted.add(p, chunk, fade)
+            self.weighted.add(Input.for_rows(p, chunk.products), chunk, fade)
         self.arrays.settle(self.best, self.total)
 
     @property
@@ -77,12 +78,12 @@ class _Lane:
         state = [self.best, self.total, *self.weighted.parts]
         return state if self.predicted is None else [*state, self.predicted]
 
-    def result(self, gradient: bool, group_size: int) -> HeadResult:
-        target_logit = row_sums(self.given.x * self.chosen)
+    def result(self, gradient: bool, matrix: Matrix, products: Products) -> HeadResult:
+        target_logit = row_sums(products.rounded(self.given.x) * self.chosen)
         loss = (self.best + mx.log(self.total) - target_logit)[:, 0]
         dh = None
         if gradient:
-            dh = self.weighted.result(group_size) / self.total - self.chosen
+            dh = self.weighted.result(matrix, products) / self.total - self.chosen
             self.arrays.settle(dh)
         self.arrays.settle(loss)
         return HeadResult(loss, self.predicted, dh)
@@ -119,7 +120,8 @@ class HeadKernel:
                     lanes[lane].add(chunk, start, gradient)
                 del chunk
             arrays.finish([lane.state for lane in lanes])
-        results = [lane.result(gradient, matrix.group_size) for lane in lanes]
+        products = self.matrices.products
+        results = [lane.result(gradient, matrix, products) for lane in lanes]
         arrays.finish([[result.loss, result.dh] for result in results])
         return results
 
@@ -133,7 +135,7 @@ class HeadKernel:
     ) -> _Lane:
         count = h.shape[0]
         arrays = self.matrices.arrays
-        chosen = self.matrices.rows(matrix, targets, move)
+        chosen = self.matrices.products.rounded(self.matrices.rows(matrix, targets, move))
         return _Lane(
             self.matrices.input(h, matrix),
             chosen,
