@@ -1,20 +1,37 @@
-"""Products of values rounded to bfloat16, in NumPy: the slow reference of oneDNN's."""
+"""Products of factors rounded to bfloat16, summed in float32: the slow reference of oneDNN's."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-SPACING = 2.0**-8  # of bfloat16: a value is rounded by half of this times itself at most
+from runtime.arrays.products import Float32Products
+from runtime.arrays.weight_source import Tile
+
+SPACING = 2.0**-8  # of values of bfloat16: rounding changes one by half of it at most, relatively
 
 
-def rounded(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
+def nearest(values: Any) -> npt.NDArray[np.float32]:
     """The nearest values of bfloat16, ties to even."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return nearest.view(np.float32)
+    bits = np.array(values, np.float32).view(np.uint32)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32)
 
 
-def product(x: npt.ArrayLike, w: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """x w for x (T, C) and w (C, R), both rounded; summed in float64."""
-    return rounded(x).astype(np.float64) @ rounded(w).astype(np.float64)
+class RoundedProducts(Float32Products):
+    """Products of float32 whose factors are rounded first, on any processor."""
+
+    def dequantize(self, tile: Tile, bits: int) -> tuple[mx.array, ...]:
+        return tuple(map(self.rounded, super().dequantize(tile, bits)))
+
+    def split(self, x: mx.array, bits: int) -> tuple[mx.array, ...]:
+        return tuple(map(self.rounded, super().split(x, bits)))
+
+    def whole(self, x: mx.array) -> mx.array:
+        return self.rounded(x)
+
+    def rounded(self, x: mx.array) -> mx.array:
+        return mx.array(nearest(x))
