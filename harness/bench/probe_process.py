@@ -11,11 +11,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 from runtime.machine.backend import (
     automatic_device,
     blas_threads,
     gpu_name,
+    load_onednn,
     mlx_version,
     prepare,
     use_device,
@@ -28,6 +30,7 @@ import mlx.core as mx  # noqa: E402
 from runtime.arrays.arrays import arrays_for  # noqa: E402
 from runtime.arrays.dequantize import dequantize  # noqa: E402
 from runtime.arrays.weight_source import QuantizedTile  # noqa: E402
+from runtime.machine.compute_dtype import choose  # noqa: E402
 
 ROUNDS = 7
 DEVICE = automatic_device()
@@ -73,6 +76,7 @@ if __name__ == "__main__":
         "warning": PREPARED.warning,
         "threads": blas_threads(),
         "speeds": speeds(),
+        "products": asdict(choose("auto", DEVICE, DEVICE == "gpu", load_onednn)),
     }
     print(json.dumps(facts))
     sys.exit(0)

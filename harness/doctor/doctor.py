@@ -48,7 +48,7 @@ def computing() -> list[Finding]:
         way = "install MLX again: pip install --force-reinstall mlx"
         text = f"it cannot compute: {str(problem)[:300]}"
         return [Finding("MLX", Status.BROKEN, text, way)]
-    return [_mlx(probed), _blas(probed)]
+    return [_mlx(probed), _blas(probed), _products(probed)]
 
 
 def _mlx(probed: dict[str, Any]) -> Finding:
@@ -66,6 +66,12 @@ def _mlx(probed: dict[str, Any]) -> Finding:
             return Finding("MLX", Status.WARNING, f"{text}, with TF32", way, facts)
         text += ", without TF32"
     return Finding("MLX", Status.OK, text, facts=facts)
+
+
+def _products(probed: dict[str, Any]) -> Finding:
+    chosen = probed["products"]
+    text = f"--compute-dtype auto takes {chosen['name']}: {chosen['reason']}"
+    return Finding("products", Status.OK, text, facts=chosen)
 
 
 def _blas(probed: dict[str, Any]) -> Finding:

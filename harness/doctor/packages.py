@@ -13,6 +13,7 @@ from harness.doctor.finding import Finding, Status
 DISTRIBUTION = "ondevice-tune"
 EXTRAS = {  # their purposes
     "demo": "Gemma 3 270M as a package, for `make demo`",
+    "bfloat16": "products in bfloat16 (--compute-dtype), on Linux x86-64",
     "parquet": "data in .parquet files",
     "datasets": "data from the Hugging Face hub (--data OWNER/NAME)",
     "tensorboard": "ondevice train --report-to tensorboard",
@@ -37,7 +38,9 @@ def packages() -> list[Finding]:
     for requirement in wanted:
         extra = _EXTRA.search(requirement)
         if extra is not None:
-            extras.setdefault(extra[1], []).append(requirement)
+            of_extra = extras.setdefault(extra[1], [])
+            if _applies(requirement):
+                of_extra.append(requirement)
         elif _applies(requirement):
             required.append(requirement)
     return [_required(required), *(_extra(name, extras[name]) for name in extras)]

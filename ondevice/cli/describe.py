@@ -206,7 +206,7 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
             plan["kept_bytes"],
         ),
         (
-            f"weights that stay in float32: {counted(plan['materialized_layers'], 'layer')}",
+            f"weights that stay dequantized: {counted(plan['materialized_layers'], 'layer')}",
             plan["materialized_bytes"],
         ),
         ("predicted peak", plan["predicted_peak_bytes"]),
@@ -219,11 +219,13 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ("smallest budget that fits", format_bytes(plan["minimum_bytes"], up=True)),
         ("scratch files on disk", format_bytes(plan["scratch_disk_bytes"])),
     ]
+    why = f" ({plan['compute_reason']})" if plan["compute_reason"] else ""
     lines = [
         f"sequence bucket of {plan['bucket']} tokens, "
         f"{counted(plan['rows'], 'sequence')} per batch, "
         f"{counted(plan['accumulation'], 'batch', 'batches')} per step",
         f"tiles: {_tiles(plan)}",
+        f"products in {plan['compute_dtype']}{why}",
         _table(table),
     ]
     if per_block:
@@ -239,7 +241,7 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
 def _tiles(plan: dict[str, Any]) -> str:
     """The tile sizes of a plan in words."""
     bucket = plan["bucket"]
-    weights = f"{plan['tile_values']} weights in float32"
+    weights = f"{plan['tile_values']} weights in {plan['compute_dtype']}"
     if plan["arithmetic"] == "packed":
         weights = "quantized weights multiplied as they are"
     elif plan["tile_values"] >= ALL_VALUES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays
 from runtime.arrays.dequantize import dense
+from runtime.arrays.products import Float32Products, Products
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, ReadyTile
@@ -27,7 +29,8 @@ class Matrices:
     The keys of `tile_rows` are the offsets of matrices in weights.bin, and those of `tile_columns`
     the offsets of the matrices whose tiles have all rows. Dequantized tiles are freed after use.
     With `materialize_blocks` they stay until `release`, so that a whole block is dequantized at
-    once, as in the MeBP paper. Those in `materialized` stay for the whole run.
+    once, as in the MeBP paper. Those in `materialized` stay for the whole run. Products are in
+    float32 unless others are given.
     """
 
     weights: WeightSource
@@ -38,6 +41,7 @@ class Matrices:
     materialize_blocks: bool = False
     profile: Profile = field(default_factory=Profile)
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
+    other_products: Products | None = None
     _of_block: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
@@ -53,7 +57,16 @@ class Matrices:
 
     def input(self, x: mx.array, matrix: Matrix) -> Input:
         """x (T, C) as the matrix's tiles take it, dequantized ones among them if there are any."""
-        return Input.of(x, matrix, self.packed and not self.materialized, self.arrays)
+        return Input.of(x, matrix, self.packed and not self.materialized, self.products)
+
+    def for_rows(self, x: mx.array) -> Input:
+        """x (T, R) for products with tiles of R rows."""
+        return Input.for_rows(x, self.products)
+
+    @cached_property
+    def products(self) -> Products:
+        """The products with dequantized tiles."""
+        return self.other_products or Float32Products(self.arrays)
 
     def _ready(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
         with self.profile.span("read"):
@@ -61,7 +74,7 @@ class Matrices:
             tile = read(matrix, start, stop)
             self.profile.settle(*tile.arrays)
         with self.profile.span("unpack"):
-            ready = ReadyTile.of(tile, matrix, self.packed, self.arrays)
+            ready = ReadyTile.of(tile, matrix, self.packed, self.products)
             self.profile.settle(ready.columns)
         return ready
 
@@ -72,7 +85,7 @@ class Matrices:
         one they would lie between the holes of freed arrays, into which later tiles do not fit.
         """
         places = [(matrix, *part) for matrix in chosen for part in self.ranges(matrix)]
-        empty = [ReadyTile.empty(*self._shape(*place)) for place in places]
+        empty = [ReadyTile.empty(*self._shape(*place), self.products) for place in places]
         for (matrix, start, stop), tile in zip(places, empty, strict=True):
             tile.fill(self._ready(matrix, start, stop), self.arrays)
             self.materialized[matrix.packed.offset, start, stop] = tile

@@ -1,9 +1,10 @@
 """Products with one tile of a frozen matrix, in either arithmetic, and their sums over tiles.
 
 *packed*: `quantized_matmul` on the packed words. *unpacked*: the tile's columns are dequantized to
-float32 and multiplied by GEMM; the affine shifts of the groups are a separate small product. A tile
-is dequantized once, however many inputs are multiplied by it. A matrix in floating point is
-multiplied by GEMM in both, its tiles converted to float32.
+the type in which products are computed (`runtime.arrays.products`) and multiplied by GEMM; the
+affine shifts of the groups are a separate small product, in float32. A tile is dequantized once,
+however many inputs are multiplied by it. A matrix in floating point is multiplied by GEMM in both,
+its tiles converted to that type.
 """
 
 from __future__ import annotations
@@ -13,22 +14,29 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from runtime.arrays.arrays import Arrays
-from runtime.arrays.dequantize import dequantize, group_sums, join, split
+from runtime.arrays.dequantize import group_sums
+from runtime.arrays.products import Factor, Products
 from runtime.arrays.stored import Matrix
 from runtime.arrays.weight_source import QuantizedTile, Tile
 
 
 @dataclass(frozen=True)
 class Input:
-    """x (T, C), and its columns split like those of dequantized tiles."""
+    """x (T, C), and its columns split like those of dequantized tiles, or (T, R) for their rows."""
 
     x: mx.array
-    parts: tuple[mx.array, ...]
+    parts: tuple[Factor, ...]
 
     @classmethod
-    def of(cls, x: mx.array, matrix: Matrix, packed: bool, arrays: Arrays) -> Input:
+    def of(cls, x: mx.array, matrix: Matrix, packed: bool, products: Products) -> Input:
+        """x for products with all columns of the matrix's tiles."""
         quantized = packed and not matrix.is_float
-        return cls(x, () if quantized else split(x, matrix.bits, arrays))
+        return cls(x, () if quantized else products.split(x, matrix.bits))
+
+    @classmethod
+    def for_rows(cls, x: mx.array, products: Products) -> Input:
+        """x for products with tiles that have as many rows as x has columns."""
+        return cls(x, (products.whole(x),))
 
 
 @dataclass(frozen=True)
@@ -36,46 +44,44 @@ class ReadyTile:
     """A tile of a matrix ready to be multiplied: either still packed, or its columns and shift."""
 
     matrix: Matrix
+    products: Products
     packed: QuantizedTile | None
-    columns: tuple[mx.array, ...]
+    columns: tuple[Factor, ...]
     shift: mx.array | None
 
     @classmethod
-    def of(cls, tile: Tile, matrix: Matrix, packed: bool, arrays: Arrays) -> ReadyTile:
+    def of(cls, tile: Tile, matrix: Matrix, packed: bool, products: Products) -> ReadyTile:
         if packed and isinstance(tile, QuantizedTile):
-            return cls(matrix, tile, (), None)
-        return cls(matrix, None, dequantize(tile, matrix.bits, arrays), tile.shift)
+            return cls(matrix, products, tile, (), None)
+        return cls(matrix, products, None, products.dequantize(tile, matrix.bits), tile.shift)
 
     @classmethod
-    def empty(cls, matrix: Matrix, rows: int, width: int) -> ReadyTile:
+    def empty(cls, matrix: Matrix, rows: int, width: int, products: Products) -> ReadyTile:
         """A dequantized tile (rows, width) of zeros, evaluated, for `fill`."""
-        parts = 2 if matrix.bits == 4 else 1
-        columns = tuple(mx.zeros((rows, width // parts)) for _ in range(parts))
+        columns = products.empty(rows, width, matrix.bits)
         shift = None
         if matrix.biases is not None:
             shift = mx.zeros((rows, width // matrix.group_size))
-        mx.eval(columns, shift)
-        return cls(matrix, None, columns, shift)
+            mx.eval(shift)
+        return cls(matrix, products, None, columns, shift)
 
     def fill(self, tile: ReadyTile, arrays: Arrays) -> None:
         """Copy the values of a dequantized tile of the same rows."""
-        pairs = [*zip(self.columns, tile.columns, strict=True)]
+        for mine, values in zip(self.columns, tile.columns, strict=True):
+            self.products.copy(values, mine)
         if self.shift is not None and tile.shift is not None:
-            pairs.append((self.shift, tile.shift))
-        for mine, values in pairs:
-            arrays.put(mine, slice(None), values)
+            arrays.put(self.shift, slice(None), tile.shift)
 
     def transposed_product(self, given: Input, onto: mx.array | None = None) -> mx.array:
-        """x W^T (T, R') for the tile's rows, added to `onto` if it is given."""
+        """x W^T (T, R') for the tile's rows, added to `onto`, which is consumed, if it is given."""
         if not self.columns:
             y = self.quantized(given.x, transpose=True)
             return y if onto is None else onto + y
-        factors = [*zip(given.parts, self.columns, strict=True)]
-        if self.shift is not None:
-            factors.append((group_sums(given.x, self.shift.shape[1]), self.shift))
-        for part, column in factors:
-            onto = part @ column.T if onto is None else mx.addmm(onto, part, column.T)
+        for part, column in zip(given.parts, self.columns, strict=True):
+            onto = self.products.by_columns(part, column, onto)
         assert onto is not None
+        if self.shift is not None:
+            onto = mx.addmm(onto, group_sums(given.x, self.shift.shape[1]), self.shift.T)
         return onto
 
     def quantized(self, x: mx.array, transpose: bool) -> mx.array:
@@ -101,28 +107,27 @@ class RowSum:
     halves: list[mx.array] = field(default_factory=list)
     whole: mx.array | None = None  # packed products, or the sums of shifts (T, G)
 
-    def add(self, part: mx.array, tile: ReadyTile, fade: mx.array | None = None) -> None:
-        """Scale the sum by `fade` (T, 1), then add `part` (T, R') times the tile."""
+    def add(self, given: Input, tile: ReadyTile, fade: mx.array | None = None) -> None:
+        """Scale the sum by `fade` (T, 1), then add the input (T, R') times the tile."""
         if not tile.columns:
-            self._add_whole(tile.quantized(part, transpose=False), fade)
+            self._add_whole(tile.quantized(given.x, transpose=False), fade)
             self.arrays.settle(self.whole)
             return
+        (part,) = given.parts
         if self.halves:
-            self._add_to_halves(part, tile.columns, fade)
+            self._add_to_halves(part, tile, fade)
         else:
-            self.halves = [part @ column for column in tile.columns]
+            self.halves = [tile.products.by_rows(part, column, None) for column in tile.columns]
         if tile.shift is not None:
-            self._add_whole(part @ tile.shift, fade)
+            self._add_whole(given.x @ tile.shift, fade)
             self.arrays.settle(self.whole)
         self.arrays.settle(self.halves)
 
-    def _add_to_halves(
-        self, part: mx.array, columns: tuple[mx.array, ...], fade: mx.array | None
-    ) -> None:
-        for column in columns:
+    def _add_to_halves(self, part: Factor, tile: ReadyTile, fade: mx.array | None) -> None:
+        for column in tile.columns:
             half = self.halves.pop(0)  # leaves no other reference to the array that is added to
             half = half if fade is None else half * fade
-            self.halves.append(mx.addmm(half, part, column))
+            self.halves.append(tile.products.by_rows(part, column, half))
             del half
 
     def _add_whole(self, term: mx.array, fade: mx.array | None) -> None:
@@ -135,14 +140,14 @@ class RowSum:
         """The arrays in which the sum is held so far."""
         return self.halves if self.whole is None else [*self.halves, self.whole]
 
-    def result(self, group_size: int) -> mx.array:
-        """The sum (T, C); the accumulator is consumed."""
+    def result(self, matrix: Matrix, products: Products) -> mx.array:
+        """The sum (T, C) over tiles of such a matrix; the accumulator is consumed."""
         halves, whole = self.halves, self.whole
         self.halves, self.whole = [], None
         if not halves:
             assert whole is not None
             return whole
-        total = join(tuple(halves), self.arrays)
+        total = products.join(halves, matrix.bits)
         if whole is None:
             return total
-        return total + mx.repeat(whole, group_size, axis=1)  # the same for a group's columns
+        return total + mx.repeat(whole, matrix.group_size, axis=1)  # the same for a group's columns

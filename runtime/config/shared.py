@@ -273,6 +273,16 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         group=Group.TRAINING,
         hints={name: f"{name} was removed" for name in REMOVED_METHODS},
     )
+    compute_dtype: str = choice(
+        "float32",
+        "what products with frozen weights are computed in, with sums and all else in float32; "
+        "bfloat16 needs a processor with AVX512-BF16 or AMX, and the extra bfloat16; auto: "
+        "bfloat16 where it is faster",
+        "float32",
+        "bfloat16",
+        "auto",
+        group=Group.MEMORY,
+    )
     pack: bool = pack_field()
     batch_size: int = option(
         1, "rows per batch; with --pack sequences of rows", up_to(MOST_ROWS), Group.TRAINING

@@ -72,8 +72,8 @@ class _Head:
     def __init__(self, model: Model, hs: Sequence[mx.array]) -> None:
         self.matrix, self.matrices = model.head_matrix, model.matrices
         self.rows, self.shaping = model.lowered.execution.chunk_rows, model.shaping({})
-        packed, arrays = self.matrices.packed, self.matrices.arrays
-        self.inputs = [Input.of(h, self.matrix, packed, arrays) for h in hs]
+        packed, products = self.matrices.packed, self.matrices.products
+        self.inputs = [Input.of(h, self.matrix, packed, products) for h in hs]
 
     def logits(self, start: int, stop: int) -> Iterator[Logits]:
         """The logits (N, stop - start) of each row."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays, arrays_for
 from runtime.arrays.matrices import Matrices, Place
+from runtime.arrays.products import products_for
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Block, Matrix
 from runtime.arrays.tiles import ReadyTile
@@ -66,18 +67,21 @@ class Model:
     def matrices(self) -> Matrices:
         manifest, execution = self.bundle.manifest, self.lowered.execution
 
+        arrays = arrays_for(manifest.device, execution.one_evaluation)
+
         def by_offset(counts: Mapping[str, int]) -> dict[int, int]:
             return {manifest.matrices[name].packed.offset: n for name, n in counts.items()}
 
         return Matrices(
             self.weights,
-            arrays_for(manifest.device, execution.one_evaluation),
+            arrays,
             execution.packed,
             by_offset(execution.tile_rows),
             by_offset(execution.tile_columns),
             self.lowered.materialize_blocks,
             self.profile,
             self.materialized,
+            products_for(execution.compute_dtype, arrays),
         )
 
     @property

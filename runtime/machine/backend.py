@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.core.errors import UsageError
+from runtime.machine import onednn
 from runtime.machine.cgroup import memory_limit_bytes
+from runtime.machine.compute_dtype import choose
 from runtime.machine.footprint import read_footprint
 from runtime.machine.glibc import trim_heap, tune_heap
 from runtime.machine.machine import Blas, Machine
+from runtime.machine.onednn import OneDnn
 
 AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 
@@ -93,12 +96,15 @@ def _load_blas() -> str:
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
     if sys.platform == "darwin":
         return "Accelerate"
-    if platform.machine() == "x86_64" and _cpu_flags() >= AVX512:
+    if platform.machine() == "x86_64" and cpu_flags() >= AVX512:
         os.environ.setdefault("OPENBLAS_CORETYPE", "SkylakeX")
     return _load_wheel_blas() or _load_system_blas() or REFERENCE
 
 
-def _cpu_flags() -> set[str]:
+def cpu_flags() -> set[str]:
+    """The instructions of the processor, by the names of Linux; empty elsewhere."""
+    if sys.platform != "linux":
+        return set()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("flags"):
             return set(line.partition(":")[2].split())
@@ -148,6 +154,8 @@ def arithmetic() -> dict[str, str]:
         blas = f"{libraries.openblas_get_config().decode()}, {platform.machine()}"
     facts = {"MLX's version": mlx_version(), "the BLAS": blas}
     facts["the number of BLAS threads"] = str(blas_threads())
+    if (library := onednn.loaded()) is not None:
+        facts["the library of bfloat16"] = f"oneDNN {library.version}"
     return facts | ({"the GPU": gpu} if (gpu := gpu_name()) else {})
 
 
@@ -158,11 +166,15 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def this_machine(device: str, arithmetic: str) -> Machine:
+def this_machine(device: str, arithmetic: str, compute_dtype: str = "float32") -> Machine:
     """This machine and the current process. Call it after all imports.
 
     `device` is what graphs were traced for; `arithmetic` is "packed", "unpacked" or "auto": packed
-    on a GPU, which multiplies quantized matrices as they are, unpacked on a CPU.
+    on a GPU, which multiplies quantized matrices as they are, unpacked on a CPU. `compute_dtype` is
+    "float32", "bfloat16" or "auto": bfloat16 where it is measurably faster.
+
+    Raises:
+        UsageError: products in bfloat16 are not available.
     """
     packed = arithmetic == "packed" or (arithmetic == "auto" and device == "gpu")
     allocator: Literal["glibc", "mlx", "metal"] = "mlx"
@@ -171,6 +183,7 @@ def this_machine(device: str, arithmetic: str) -> Machine:
         allocator = "metal" if sys.platform == "darwin" else "mlx"
     elif sys.platform == "linux":
         allocator = "glibc"
+    dtype = choose(compute_dtype, device, packed, load_onednn)
     gc.collect()
     trim_heap()
     return Machine(
@@ -180,7 +193,18 @@ def this_machine(device: str, arithmetic: str) -> Machine:
         process_bytes=round_up(read_footprint().footprint_bytes),
         blas=Blas() if sys.platform == "darwin" else Blas(blas_threads(), PANEL_BYTES, ROW_BYTES),
         limit_bytes=memory_limit_bytes(),
+        compute_dtype=dtype.name,
+        compute_reason=dtype.reason,
     )
+
+
+def load_onednn() -> OneDnn:
+    """oneDNN, with as many threads as the BLAS.
+
+    Raises:
+        UsageError: this processor does not multiply bfloat16, or the library is not installed.
+    """
+    return onednn.load(blas_threads(), cpu_flags())
 
 
 def _load_gpu() -> None:

@@ -61,6 +61,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     process_bytes: footprint of the process after its imports, before it opens a bundle's graphs.
     allocator: where freed buffers stay: in the heap ("glibc"), or in MLX's cache ("mlx"); "metal"
         is MLX's on a Mac's GPU, whose buffers are whole pages.
+    compute_dtype: the type that products with frozen weights are computed in, and why.
     limit_bytes: the most that the system lets the process take, its container's limit; None if
         there is none.
     """
@@ -72,6 +73,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blas: Blas = Blas()
     heap: Heap = Heap()
     limit_bytes: Bytes | None = None
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_reason: str = ""
 
     @property
     def packed(self) -> bool:

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from runtime.arrays.stored import Extent, Graph, Matrix, pages
+from runtime.arrays.stored import ITEM_BYTES, Extent, Graph, Matrix, pages
 from runtime.core.errors import BundleError
 from runtime.operations.values import F32, Shape, bytes_at, is_parameter
 
@@ -48,7 +48,8 @@ class Execution:
     columns of those that are taken by columns. `chunk_rows` says how many rows of the vocabulary
     the head takes at once, `attention_block` how many queries attention takes at once.
     `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
-    floating point are multiplied as float32, a tile at a time, on every device.
+    floating point are multiplied a tile at a time, on every device. Other products are computed in
+    `compute_dtype`, "float32" or "bfloat16".
     """
 
     tables: Tables
@@ -61,6 +62,16 @@ class Execution:
     prefix: int = 0  # trained keys that every token of every layer sees besides
     rank: int = 0  # of adapters
     evaluation: Evaluation = "part"
+    compute_dtype: str = "float32"
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of a value as a product takes it."""
+        return ITEM_BYTES[self.compute_dtype]
+
+    def rounded_bytes(self, values: int) -> int:
+        """Bytes of a rounded copy of so many float32 values; 0 if products take float32."""
+        return 0 if self.compute_dtype == "float32" else values * self.factor_bytes
 
     @property
     def one_evaluation(self) -> bool:
@@ -72,12 +83,16 @@ class Execution:
 
         These are the words, the flipped and the masked words, the integer codes, the results, and
         the scales; for 4 bits also the scales divided by 16, for even and for odd columns. Values
-        of 16 bits are in memory beside the float32 ones.
+        in floating point are in memory beside those of another type into which they are converted.
         """
         values = min(values, matrix.rows * matrix.columns)
         ready = self.tile_bytes(matrix, values)
         if matrix.is_float:
-            return ready + (0 if matrix.bits == 32 else values * matrix.bits // 8)
+            dtype = matrix.packed.dtype
+            if dtype == self.compute_dtype:
+                return ready
+            by_way_of = values * F32 if self.rounded_bytes(1) and dtype != "float32" else 0
+            return ready + values * matrix.bits // 8 + by_way_of
         if self.packed:
             return ready
         scales = (3 if matrix.bits == 4 else 1) * _per_group(matrix, values)
@@ -88,7 +103,8 @@ class Execution:
         if self.packed and not matrix.is_float:
             share = values / (matrix.rows * matrix.columns)
             return int(matrix.nbytes * share) + 2 * _per_group(matrix, values)
-        return values * F32 + (0 if matrix.biases is None else _per_group(matrix, values))
+        shifts = 0 if matrix.biases is None else _per_group(matrix, values)
+        return values * self.factor_bytes + shifts
 
     def largest_tile_bytes(self) -> int:
         """The most bytes that any matrix's tile takes while it is dequantized."""
@@ -100,10 +116,10 @@ class Execution:
         )
 
 
-def materialized_bytes(matrix: Matrix) -> int:
-    """Bytes of a whole matrix as float32, with the shifts of affine groups."""
+def materialized_bytes(matrix: Matrix, compute_dtype: str = "float32") -> int:
+    """Bytes of a whole matrix as products take it, with the shifts of affine groups."""
     shifts = 0 if matrix.biases is None else matrix.groups * F32
-    return matrix.rows * matrix.columns * F32 + shifts
+    return matrix.rows * matrix.columns * ITEM_BYTES[compute_dtype] + shifts
 
 
 def read_bytes(matrix: Matrix) -> int:

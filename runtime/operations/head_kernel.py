@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays, row_sums
 from runtime.arrays.matrices import Matrices
+from runtime.arrays.products import Products
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, ReadyTile, RowSum
 from runtime.arrays.values import Move
@@ -78,7 +79,7 @@ class _Lane:
             p = self.arrays.times(p, slope)
             del slope
         if gradient:
-            self.weighted.add(p, chunk, fade)
+            self.weighted.add(Input.for_rows(p, chunk.products), chunk, fade)
         self.arrays.settle(self.best, self.total)
 
     @property
@@ -87,15 +88,15 @@ class _Lane:
         state = [self.best, self.total, *self.weighted.parts]
         return state if self.predicted is None else [*state, self.predicted]
 
-    def result(self, gradient: bool, group_size: int) -> HeadResult:
-        products = row_sums(self.given.x * self.chosen)[:, 0]
-        target_logit = self.shaping.of_rows(products, self.targets, self.arrays)[:, None]
+    def result(self, gradient: bool, matrix: Matrix, products: Products) -> HeadResult:
+        scores = row_sums(products.rounded(self.given.x) * self.chosen)[:, 0]
+        target_logit = self.shaping.of_rows(scores, self.targets, self.arrays)[:, None]
         loss = (self.best + mx.log(self.total) - target_logit)[:, 0]
         dh = None
         if gradient:
             slope = self.shaping.slope(target_logit, self.arrays)
             chosen = self.chosen if slope is None else self.chosen * slope
-            dh = self.weighted.result(group_size) / self.total - chosen
+            dh = self.weighted.result(matrix, products) / self.total - chosen
             self.arrays.settle(dh)
         self.arrays.settle(loss)
         return HeadResult(loss, self.predicted, dh)
@@ -137,7 +138,8 @@ class HeadKernel:
                     lanes[lane].add(chunk, start, gradient)
                 del chunk
             arrays.finish([lane.state for lane in lanes])
-        results = [lane.result(gradient, matrix.group_size) for lane in lanes]
+        products = self.matrices.products
+        results = [lane.result(gradient, matrix, products) for lane in lanes]
         arrays.finish([[result.loss, result.dh] for result in results])
         return results
 
@@ -152,7 +154,7 @@ class HeadKernel:
     ) -> _Lane:
         count = h.shape[0]
         arrays = self.matrices.arrays
-        chosen = self.matrices.rows(matrix, targets, move)
+        chosen = self.matrices.products.rounded(self.matrices.rows(matrix, targets, move))
         return _Lane(
             self.matrices.input(h, matrix),
             chosen,

@@ -126,14 +126,14 @@ def _forward(relative: str, call: Call, execution: Execution) -> int:
     tile = max(execution.dequantizing_bytes(matrix, values), multiplied)
     inputs = call.tokens * matrix.columns
     dropped = inputs * (MASK + F32) if relative in call.dropped else 0
-    return max(call.lanes * inputs * F32 + tile, dropped)
+    return max(call.lanes * inputs * execution.factor_bytes + tile, dropped)
 
 
 def _forward_columns(relative: str, call: Call, execution: Execution) -> int:
     """The same where a tile is columns of the matrix: one lane's part of the input at a time."""
     name = call.tensor(relative)
     matrix, width = execution.tables.matrices[name], execution.tile_columns[name]
-    part = 2 * call.tokens * width * F32  # as it is copied, and as a tile takes it
+    part = call.tokens * width * (F32 + execution.factor_bytes)  # a copy, and as a tile takes it
     tile = execution.dequantizing_bytes(matrix, matrix.rows * width)
     inputs = call.tokens * matrix.columns
     dropped = inputs * (MASK + F32) if relative in call.dropped else 0
@@ -141,7 +141,7 @@ def _forward_columns(relative: str, call: Call, execution: Execution) -> int:
 
 
 def _backward(relative: str, call: Call, execution: Execution) -> int:
-    """Bytes of a tile and its part of dy; or, if larger, of the two halves of dx.
+    """Bytes of a tile and its part of dy, also rounded; or, if larger, of the two halves of dx.
 
     With dropout also those of the mask, or if larger, of the adapter's part of dx.
     """
@@ -151,9 +151,11 @@ def _backward(relative: str, call: Call, execution: Execution) -> int:
     if name in execution.tile_columns:
         width = execution.tile_columns[name]
         part = 2 * call.tokens * width * F32  # in halves, and joined
+        part += execution.rounded_bytes(call.tokens * matrix.rows)
         most = part + execution.dequantizing_bytes(matrix, matrix.rows * width)
         return most + inputs * MASK if relative in call.dropped else most
     tile = execution.dequantizing_bytes(matrix, rows * matrix.columns)
+    tile += execution.rounded_bytes(call.tokens * rows)
     most = max(tile + _part(matrix, rows, call.tokens), inputs * F32)
     return most + inputs * MASK if relative in call.dropped else most
 

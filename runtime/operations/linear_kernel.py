@@ -19,7 +19,7 @@ import mlx.core as mx
 from runtime.arrays.dropout import DropoutMask
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.stored import Matrix
-from runtime.arrays.tiles import RowSum
+from runtime.arrays.tiles import Input, RowSum
 from runtime.arrays.values import Gradients, Lora, Loras, Move, Values, accumulate, move_of
 from runtime.operations.kernel import Run, Tools
 from runtime.operations.linear import Linear
@@ -127,26 +127,26 @@ class LoraProducts:
             whole = stop - start == matrix.rows
             rows = (slice(None), slice(start, stop))
             part = dy if whole else matrices.arrays.contiguous(dy, rows)
-            total.add(part, matrices.tile(matrix, start, stop))
+            total.add(matrices.for_rows(part), matrices.tile(matrix, start, stop))
             del part
-        return total.result(matrix.group_size)
+        return total.result(matrix, matrices.products)
 
     def _input_columns(self, dy: mx.array, matrix: Matrix) -> mx.array:
         """dy W (T, C), where tiles are columns of W."""
         matrices, arrays = self.matrices, self.matrices.arrays
-        dx = mx.zeros((dy.shape[0], matrix.columns))
+        dx, given = mx.zeros((dy.shape[0], matrix.columns)), matrices.for_rows(dy)
         arrays.settle(dx)
         for start, stop in matrices.ranges(matrix):
-            part = self.input_part(dy, matrix, start, stop)
+            part = self.input_part(given, matrix, start, stop)
             arrays.put(dx, (slice(None), slice(start, stop)), part)
             del part
         return dx
 
-    def input_part(self, dy: mx.array, matrix: Matrix, start: int, stop: int) -> mx.array:
+    def input_part(self, dy: Input, matrix: Matrix, start: int, stop: int) -> mx.array:
         """Columns start:stop of dy W (T, C), where these are a tile of W."""
         total = RowSum(self.matrices.arrays)
         total.add(dy, self.matrices.tile(matrix, start, stop))
-        return total.result(matrix.group_size)
+        return total.result(matrix, self.matrices.products)
 
     def add_lora_input(
         self, dx: mx.array, lora: Lora, dy_b: mx.array, mask: DropoutMask | None = None

@@ -75,7 +75,8 @@ class SlicedMlp(Function, frozen=True):
         tokens = tokens_at_once(call.tokens)
         inputs, value = tokens * gate.columns * F32, tokens * width * F32
         kinds = 1 if (gate.bits, gate.group_size) == (up.bits, up.group_size) else 2
-        summed = kinds * inputs + RANKS * tokens * execution.rank * F32
+        given = tokens * gate.columns * execution.factor_bytes
+        summed = kinds * given + RANKS * tokens * execution.rank * F32
         if tokens < call.tokens:
             summed += tokens * down.rows * F32  # the part of the result
         of_down = _tile(down, down.rows * width, execution)
@@ -85,7 +86,8 @@ class SlicedMlp(Function, frozen=True):
 
             def lanes(count: int) -> int:
                 activated = (2 * count + 1) * value + SCRATCH_BYTES
-                multiplied = max(2 * count * value + of_gate, (count + 1) * value + of_down)
+                taken = tokens * width * execution.factor_bytes
+                multiplied = max(2 * count * value + of_gate, count * value + taken + of_down)
                 return count * summed + max(activated, multiplied)
 
             return max(lanes(call.lanes), lanes(1) + observed)
@@ -93,6 +95,7 @@ class SlicedMlp(Function, frozen=True):
             summed += 2 * tokens * gate.columns * MASK + inputs
         held = sum(execution.tile_bytes(matrix, width * matrix.columns) for matrix in (gate, up))
         held += max(3 * value + of_down, 5 * value + SCRATCH_BYTES)
+        held += execution.rounded_bytes(tokens * (down.rows + width))  # of dy, and of a slice's
         sums = kinds * inputs if call.wanted else 0  # in place of the result, until they are joined
         in_place = inputs if call.wanted and tokens == call.tokens else 0
         return summed + max(held + sums - in_place, sums)

@@ -193,7 +193,7 @@ class SlicedMlpKernel:
                 if each.adapter is not None:
                     each.adapter.backward(d_product, columns, arrays)
                 if wanted:
-                    sums[_kind(matrix)].add(d_product, tile)
+                    sums[_kind(matrix)].add(matrices.for_rows(d_product), tile)
                 del d_product, tile
         down.finish(gradients)
         del dy, down
@@ -318,10 +318,11 @@ class _Mlp:
 
     def finished_input(self, into: Sequence[_Into], sums: dict[Kind, RowSum]) -> mx.array:
         """dx (T, C) with the parts of the adapters of gate and up."""
+        of_kind = {_kind(matrix): matrix for matrix in self.gate_up}
         (kind, first), *others = sums.items()
-        dx = first.result(kind[-1])
+        dx = first.result(of_kind[kind], self.matrices.products)
         for kind, other in others:
-            dx = dx + other.result(kind[-1])
+            dx = dx + other.result(of_kind[kind], self.matrices.products)
         for each in into:
             if (adapter := each.adapter) is not None:
                 self.tools.arrays.settle(dx)
@@ -340,20 +341,20 @@ class _DownBackward:
     """The backward of down from the gradient dy (T, D) of its output."""
 
     mlp: _Mlp
-    dy: mx.array
+    dy: Input
     adapter: _DownAdapter | None
     through_b: mx.array | None = None  # s dy B^T (T, r)
     d_a: mx.array | None = None  # (W, r)
 
     @classmethod
     def of(cls, mlp: _Mlp, dy: mx.array, loras: Loras) -> _DownBackward:
-        adapter = mlp.down_adapter(dy.shape[0], loras)
+        adapter, given = mlp.down_adapter(dy.shape[0], loras), mlp.matrices.for_rows(dy)
         if adapter is None:
-            return cls(mlp, dy, None)
+            return cls(mlp, given, None)
         through_b = mlp.linear.through_b(dy, adapter.lora)
         d_a = mx.zeros(adapter.lora.a.shape)
         mlp.tools.arrays.settle(through_b, d_a)
-        return cls(mlp, dy, adapter, through_b, d_a)
+        return cls(mlp, given, adapter, through_b, d_a)
 
     def add(self, a: mx.array, columns: slice) -> None:
         """Take in a slice's values a (T, w)."""
@@ -377,7 +378,7 @@ class _DownBackward:
         """Add the adapter's gradients."""
         if self.adapter is None or self.d_a is None:
             return
-        d_b = (self.adapter.through_a * self.adapter.lora.scale).T @ self.dy
+        d_b = (self.adapter.through_a * self.adapter.lora.scale).T @ self.dy.x
         pair, self.d_a = (self.d_a, d_b), None
         self.mlp.tools.arrays.settle(pair)
         accumulate(gradients, {self.mlp.down_product.name: pair}, self.mlp.tools.arrays)

@@ -409,15 +409,18 @@ class PeakModel:
     # Weights.
 
     def materialized_bytes(self, index: int) -> int:
-        """Bytes of a layer's weights as float32, with the shifts of affine groups."""
-        block = self.manifest.blocks[index]
-        return sum(map(materialized_bytes, self.manifest.matrices_of(block)))
+        """Bytes of a layer's weights as products take them, with the shifts of affine groups."""
+        return self._dequantized_bytes(self.manifest.blocks[index])
 
     def _materialized_block(self, lowered: LoweredBlock) -> int:
         """Bytes of the weights that stay dequantized while the block runs."""
         if not self.lowered.materialize_blocks:
             return 0
-        return sum(map(materialized_bytes, self.manifest.matrices_of(lowered.block)))
+        return self._dequantized_bytes(lowered.block)
+
+    def _dequantized_bytes(self, block: Block) -> int:
+        dtype = self.execution.compute_dtype
+        return sum(materialized_bytes(each, dtype) for each in self.manifest.matrices_of(block))
 
     @cached_property
     def largest_packed_bytes(self) -> int:

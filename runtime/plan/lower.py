@@ -122,7 +122,12 @@ class LoweredModel:
 
 
 def lower(
-    manifest: Manifest, bucket: int, sizes: Sizes, packed: bool, context: int = 0
+    manifest: Manifest,
+    bucket: int,
+    sizes: Sizes,
+    packed: bool,
+    context: int = 0,
+    compute_dtype: str = "float32",
 ) -> LoweredModel:
     """The lowered programs of all blocks at a sequence bucket.
 
@@ -154,6 +159,7 @@ def lower(
         manifest.lora.prefix,
         manifest.lora.rank,
         sizes.evaluation,
+        compute_dtype,
     )
     return LoweredModel(tuple(blocks), execution, sizes.materialize_blocks, first, context)
 

@@ -29,6 +29,7 @@ GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its fil
 LEAST_CONTEXT = 64  # tokens; a shorter context is not proposed
 DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
+PRODUCTS_BYTES = 4_000_000  # oneDNN's code for all shapes that are multiplied, and its scratchpad
 THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 # The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
@@ -122,6 +123,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     context: Natural = 0  # of the sequences that are decoded
     cached_bytes: Natural = 0  # of the key-value cache
     materialized_head: bool = False  # whether the head's matrix stays dequantized too
+    compute_dtype: str = "float32"  # of products with frozen weights
+    compute_reason: str = ""  # why it is taken
 
     @property
     def sizes(self) -> Sizes:
@@ -154,7 +157,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return document
 
 
-FACTS = ("limit_bytes", "minimum_bytes")
+FACTS = ("limit_bytes", "minimum_bytes", "compute_reason")
 """Fields of a plan that say how the machine and the process are, and decide nothing."""
 
 
@@ -294,6 +297,8 @@ class Planner:
             blocks=blocks,
             context=request.context,
             cached_bytes=lowered.cached_bytes,
+            compute_dtype=self.machine.compute_dtype,
+            compute_reason=self.machine.compute_reason,
         )
 
     def peak_of(self, plan: Plan, request: Request, demand: Demand) -> int:
@@ -346,8 +351,10 @@ class Planner:
         key = (request.bucket, sizes, request.context)
         if self._lowered is None or self._lowered[0] != key:
             self._lowered = None
+            machine = self.machine
             lowered = lower(
-                self.manifest, request.bucket, sizes, self.machine.packed, request.context
+                *(self.manifest, request.bucket, sizes, machine.packed, request.context),
+                machine.compute_dtype,
             )
             self._lowered = (key, lowered)
         return PeakModel(self.manifest, self._lowered[1], demand, request.adapter_dtype)
@@ -359,6 +366,8 @@ class Planner:
         nbytes = self.machine.process_bytes + blas.threads * panel
         if blas.threads > 1:
             nbytes += model.packed_rows * blas.row_bytes
+        if self.machine.compute_dtype != "float32":
+            nbytes += PRODUCTS_BYTES
         nbytes += model.graph_file_bytes() * GRAPH_FACTOR
         if request.prefetch:
             nbytes += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes)

@@ -129,14 +129,17 @@ def make_plan(manifest: Manifest, machine: Machine, wanted: Wanted) -> Plan:
     return Planner(manifest, machine).plan(*wanted)
 
 
-def machine_for(bundle: Bundle, arithmetic: str) -> Machine:
+def machine_for(bundle: Bundle, arithmetic: str, compute_dtype: str = "float32") -> Machine:
     """This machine, with the current footprint of the process.
 
     It is measured while a lowered model is in memory, because one will be during the run.
+
+    Raises:
+        UsageError: products are not available in this type.
     """
     manifest = bundle.manifest
     lowered = lower(manifest, manifest.buckets[-1], LEVELS[-1], packed=False)
-    machine = this_machine(manifest.device, arithmetic)
+    machine = this_machine(manifest.device, arithmetic, compute_dtype)
     del lowered
     return machine
 
@@ -150,7 +153,13 @@ def training_machine(config: StepConfig, bundle: Bundle) -> Machine:
         from runtime.methods.full.run_weights import load
 
         load()
-    return machine_for(bundle, config.arithmetic)
+        if config.compute_dtype == "bfloat16":
+            raise UsageError(
+                "--compute-dtype bfloat16 with --trainable full: steps move the weights themselves "
+                "by less than bfloat16 resolves; give float32"
+            )
+        return machine_for(bundle, config.arithmetic)
+    return machine_for(bundle, config.arithmetic, config.compute_dtype)
 
 
 def reason_to_replan(
@@ -171,7 +180,8 @@ def reason_to_replan(
             f"the budget is {format_bytes(wanted.budget_bytes)}, no longer "
             f"{format_bytes(plan.budget_bytes)}"
         )
-    if plan.bucket not in manifest.buckets or plan.arithmetic != machine.arithmetic:
+    own, now_here = ((each.arithmetic, each.compute_dtype) for each in (plan, machine))
+    if plan.bucket not in manifest.buckets or own != now_here:
         return "the bundle or the arithmetic has changed"
     if different := deciding_differences(plan, made):
         return f"its plan has {different[0]}"

@@ -51,8 +51,11 @@ class Session:
         return self._models[bucket]
 
     def _lower(self, bucket: int) -> LoweredModel:
-        packed = self.plan.arithmetic == "packed"
-        return lower(self.bundle.manifest, bucket, self.plan.sizes, packed, self.plan.context)
+        plan = self.plan
+        packed = plan.arithmetic == "packed"
+        return lower(
+            *(self.bundle.manifest, bucket, plan.sizes, packed, plan.context), plan.compute_dtype
+        )
 
     def decoding(self, tokens: int) -> Model:
         """The model that decodes so many tokens at once, one of `DECODED_TOKENS`.

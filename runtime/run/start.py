@@ -25,6 +25,7 @@ from runtime.data.rows import Rows
 from runtime.data.run_rows import MIX, TOKENS, absolute, open_run_rows, with_length
 from runtime.data.samples import Samples
 from runtime.machine.backend import arithmetic
+from runtime.machine.compute_dtype import choose
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
@@ -88,6 +89,9 @@ def _plan(config: StepConfig, bundle: Bundle, machine: Machine | None, workers: 
     machine = machine or training_machine(config, bundle)
     if config.arithmetic != "auto" and config.arithmetic != machine.arithmetic:
         machine = msgspec.structs.replace(machine, arithmetic=config.arithmetic)
+    if config.compute_dtype == "bfloat16" and machine.compute_dtype == "float32":  # not this one
+        dtype = choose("bfloat16", machine.device, machine.packed, None)
+        machine = msgspec.structs.replace(machine, compute_dtype=dtype.name)
     return make_plan(bundle.manifest, machine, training(config, bundle.manifest, workers))
 
 
@@ -162,6 +166,7 @@ def _begin(
     if chosen is None:  # packing takes memory, so a refusal before it would name too little
         chosen = _plan(config, bundle, _this_machine(config, bundle), team.size)
     fixed = settled(fixed, samples, events.note)
+    fixed = replace(fixed, compute_dtype=chosen.compute_dtype)  # no longer "auto"
     if rows.valid is None and fixed.eval_every:
         raise UsageError(
             "--eval-every needs held-out data: give --eval-data or --valid-split, or a "

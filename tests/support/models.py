@@ -177,8 +177,9 @@ def model_of(
     chunk_rows: int = 100,
     slices: bool = False,
     weights: WeightSource | None = None,
+    compute_dtype: str = "float32",
 ) -> Model:
     """A model whose tiles are small and divide nothing; its weights are the bundle's by default."""
     sizes = Sizes(tile_values, attention_block, 0, False, slices, chunk_rows)
-    lowered = lower(bundle.manifest, bucket, sizes, arithmetic == "packed")
+    lowered = lower(bundle.manifest, bucket, sizes, arithmetic == "packed", 0, compute_dtype)
     return Model(bundle, weights or Weights(bundle), lowered, Graphs(bundle))

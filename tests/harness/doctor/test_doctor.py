@@ -23,7 +23,17 @@ from harness.doctor.packages import EXTRAS, fits, name_of
 from runtime.core.errors import OnDeviceError
 
 ROOT = Path(__file__).parents[3]
-PARTS = ("platform", "MLX", "BLAS", "heap", "cores", "memory", "disk here", "cache folder")
+PARTS = (
+    "platform",
+    "MLX",
+    "BLAS",
+    "products",
+    "heap",
+    "cores",
+    "memory",
+    "disk here",
+    "cache folder",
+)
 
 
 def test_it_looks_at_everything_and_measures() -> None:
@@ -59,7 +69,7 @@ def test_what_is_broken_ends_with_1_and_the_rest_is_shown(monkeypatch: pytest.Mo
 
 def probed(rate: float, **more: object) -> str:
     facts = {"mlx": "1", "device": "cpu", "blas": "OpenBLAS (x)", "warning": "", "threads": 2}
-    facts |= {"gpu": "", "tf32": "0"}
+    facts |= {"gpu": "", "tf32": "0", "products": {"name": "float32", "reason": "why"}}
     return json.dumps({**facts, "speeds": {PRODUCTS: rate}, **more})
 
 

@@ -1,0 +1,37 @@
+"""Products of factors rounded to bfloat16, summed in float32: the slow reference of oneDNN's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from runtime.arrays.products import Float32Products
+from runtime.arrays.weight_source import Tile
+
+SPACING = 2.0**-8  # of values of bfloat16: rounding changes one by half of it at most, relatively
+
+
+def nearest(values: Any) -> npt.NDArray[np.float32]:
+    """The nearest values of bfloat16, ties to even."""
+    bits = np.array(values, np.float32).view(np.uint32)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32)
+
+
+class RoundedProducts(Float32Products):
+    """Products of float32 whose factors are rounded first, on any processor."""
+
+    def dequantize(self, tile: Tile, bits: int) -> tuple[mx.array, ...]:
+        return tuple(map(self.rounded, super().dequantize(tile, bits)))
+
+    def split(self, x: mx.array, bits: int) -> tuple[mx.array, ...]:
+        return tuple(map(self.rounded, super().split(x, bits)))
+
+    def whole(self, x: mx.array) -> mx.array:
+        return self.rounded(x)
+
+    def rounded(self, x: mx.array) -> mx.array:
+        return mx.array(nearest(x))

@@ -1,0 +1,178 @@
+"""Products in bfloat16: oneDNN against NumPy's rounding, and whole gradients against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from oracles import whole_model as reference
+from oracles.bfloat16 import SPACING, RoundedProducts, nearest
+from support.bfloat16 import require_onednn, with_rounded_products
+from support.bundles import Rng, Tiny
+from support.models import adapters_of, mebp, model_of, rows_of
+
+from runtime.arrays.arrays import CpuArrays
+from runtime.arrays.products import Bfloat16Products, Products, products_for
+from runtime.arrays.weight_source import FloatTile, QuantizedTile, Tile
+from runtime.core.errors import UsageError
+from runtime.machine import onednn
+from runtime.machine.compute_dtype import Rates, choose
+from runtime.machine.onednn import SHAPES, OneDnn
+
+# Relative errors of gradients: 4.0 to 5.4 spacings in 48 draws of these models. Each product has
+# rounded factors, whose errors are independent, and some dozens lie between adapter and loss.
+ON_THE_WAY = 10 * SPACING
+SUMMED = 1e-6  # by which sums in float32 in another order differ, of random values
+
+
+@pytest.fixture
+def library() -> OneDnn:
+    return require_onednn()
+
+
+def random(rng: Rng, *shape: int) -> mx.array:
+    x = mx.array((rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 4)).astype(np.float32))
+    mx.eval(x)
+    return x
+
+
+def tile_of(rng: Rng, bits: int, rows: int, columns: int, group: int) -> Tile:
+    words = rng.integers(0, 1 << 32, (rows, columns * bits // 32), dtype=np.uint32)
+    tile = QuantizedTile(mx.array(words), random(rng, rows, columns // group), None)
+    mx.eval(tile.words)
+    return tile
+
+
+def floats_of(rng: Rng, dtype: mx.Dtype) -> Tile:
+    return FloatTile(random(rng, 37, 40).astype(dtype))
+
+
+TILES: dict[str, tuple[int, Callable[[Rng], Tile]]] = {
+    "4 bits": (4, lambda rng: tile_of(rng, 4, int(rng.integers(1, 70)), 192, 64)),
+    "4 bits by 32": (4, lambda rng: tile_of(rng, 4, 130, 32, 32)),
+    "8 bits": (8, lambda rng: tile_of(rng, 8, int(rng.integers(1, 70)), 128, 32)),
+    "float32": (32, lambda rng: floats_of(rng, mx.float32)),
+    "float16": (16, lambda rng: floats_of(rng, mx.float16)),
+    "bfloat16": (16, lambda rng: floats_of(rng, mx.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("kind", TILES)
+def test_products_are_those_of_rounded_factors(library: OneDnn, rng: Rng, kind: str) -> None:
+    bits, draw = TILES[kind]
+    tile, ours = draw(rng), Bfloat16Products(library)
+    oracle = RoundedProducts(CpuArrays())
+    columns, tokens = ours.dequantize(tile, bits), int(rng.integers(1, 60))
+    rows, width = columns[0].shape
+    x, dy = random(rng, tokens, width), random(rng, tokens, rows)
+    onto = [random(rng, tokens, rows), random(rng, tokens, width)]
+
+    def products(by: Products, columns: tuple[object, ...]) -> list[mx.array]:
+        y = mx.array(onto[0]) + 0
+        mx.eval(y)
+        for part, column in zip(by.split(x, bits), columns, strict=True):
+            y = by.by_columns(part, column, y)
+        parts = [by.by_rows(by.whole(dy), column, None) for column in columns]
+        return [y, by.join(parts, bits)]
+
+    found = products(ours, columns)
+    for one, other in zip(found, products(oracle, oracle.dequantize(tile, bits)), strict=True):
+        assert reference.relative_error(one, other) <= SUMMED
+
+
+def test_rounding_is_to_the_nearest_with_ties_to_even(library: OneDnn, rng: Rng) -> None:
+    ours = Bfloat16Products(library)
+    bits = rng.integers(0x00800000, 0x7F000000, (50, 30)).astype(np.uint32)  # normal numbers
+    bits[:25] &= 0xFFFF8000  # half of them ties, or exact
+    x = mx.array(bits.view(np.float32))
+    found = ours.whole(x).astype(np.uint32) << 16
+    assert (found == nearest(x).view(np.uint32)).all()
+    assert (found == np.array(ours.rounded(x)).view(np.uint32)).all()
+    columns = mx.array(bits.view(np.float32))[:, 1::2]  # not contiguous
+    assert (ours.whole(columns).astype(np.uint32) << 16 == found[:, 1::2]).all()
+
+
+def test_more_shapes_than_are_kept_change_nothing(library: OneDnn, rng: Rng) -> None:
+    ours = Bfloat16Products(library)
+    w = ours.whole(random(rng, 8, 16))
+    factors = [ours.whole(random(rng, tokens, 16)) for tokens in range(1, SHAPES + 9)]
+    first, again = ([np.array(ours.by_columns(x, w, None)) for x in factors] for _ in range(2))
+    assert all((one == other).all() for one, other in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "layouts", "slices"), [("qwen2", "", True), ("gemma3", "mixed", False)]
+)
+def test_gradients_lie_within_rounding_of_float64(
+    tiny: Tiny,
+    rng: Rng,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    layouts: str,
+    slices: bool,
+) -> None:
+    """By the oracle on any machine, and where there is oneDNN by that too."""
+    bundle = tiny(family, layouts)
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    dense = reference.in_double(reference.dense_model(bundle, adapters))
+    _, exact = reference.gradients(dense, [(row.tokens, row.scored) for row in rows])
+
+    def gradients(name: str) -> dict[str, mx.array]:
+        (tmp_path / name).mkdir()
+        model = model_of(bundle, 32, slices=slices, compute_dtype="bfloat16")
+        return mebp(model, adapters, rows, tmp_path / name)[1]
+
+    def errors(found: dict[str, mx.array], expected: dict[str, mx.array]) -> list[float]:
+        known = [name for name, value in expected.items() if value.any()]
+        return [reference.relative_error(found[name], expected[name]) for name in known]
+
+    with monkeypatch.context() as patched:
+        with_rounded_products(patched)
+        oracle = gradients("oracle")
+    assert SPACING / 8 <= max(errors(oracle, exact)) <= ON_THE_WAY
+    require_onednn()
+    ours = gradients("onednn")
+    assert max(errors(ours, exact)) <= ON_THE_WAY
+    # sums in another order let some factors be rounded the other way
+    assert max(errors(ours, oracle)) <= max(errors(oracle, exact))
+
+
+def test_what_is_asked_for_is_taken_or_refused() -> None:
+    def missing() -> OneDnn:
+        raise UsageError("--compute-dtype bfloat16 is not here; give float32")
+
+    assert choose("float32", "gpu", True, missing).name == "float32"
+    for asked, device, packed, reason in (
+        ("bfloat16", "cpu", False, "not here"),
+        ("bfloat16", "gpu", False, "not for GPUs"),
+        ("bfloat16", "cpu", True, "leave out --arithmetic packed"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            choose(asked, device, packed, missing)
+        automatic = choose("auto", device, packed, missing)
+        assert automatic.name == "float32" and reason in automatic.reason
+    assert not Rates(100.0, 110.0).faster and Rates(100.0, 120.0).faster
+
+
+def test_a_processor_without_bfloat16_and_a_missing_library_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(onednn, "_loaded", [])
+    monkeypatch.setattr(onednn.sys, "platform", "linux")
+    monkeypatch.setattr(onednn.platform, "machine", lambda: "x86_64")
+    with pytest.raises(UsageError, match=r"this processor has no products of bfloat16"):
+        onednn.load(1, {"avx512f", "avx2"})
+    monkeypatch.setattr(onednn, "LIBRARY", "libdnnl-that-nobody-has.so")
+    with pytest.raises(UsageError, match=r"pip install 'ondevice-tune\[bfloat16\]'"):
+        onednn.load(1, {"avx512_bf16"})
+    monkeypatch.setattr(onednn.platform, "machine", lambda: "arm64")
+    with pytest.raises(UsageError, match=r"is built for Linux on x86-64, and this is"):
+        onednn.load(1, {"avx512_bf16"})
+
+
+def test_float32_needs_no_library() -> None:
+    assert products_for("float32", CpuArrays()).whole(mx.ones((2, 2))).dtype == mx.float32

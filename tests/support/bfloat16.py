@@ -1,0 +1,31 @@
+"""Whether this machine multiplies bfloat16, and models whose products are so rounded elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+from oracles.bfloat16 import RoundedProducts
+
+from runtime.arrays.arrays import Arrays
+from runtime.arrays.products import Products
+from runtime.core.errors import UsageError
+from runtime.engine import model
+from runtime.machine.backend import load_onednn
+from runtime.machine.onednn import OneDnn
+
+
+def require_onednn() -> OneDnn:
+    """oneDNN; the test is skipped where it is not installed, or the processor lacks it."""
+    try:
+        return load_onednn()
+    except UsageError as reason:
+        pytest.skip(str(reason))
+
+
+def with_rounded_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have models in bfloat16 multiply by the oracle."""
+
+    def products_for(compute_dtype: str, arrays: Arrays) -> Products:
+        assert compute_dtype == "bfloat16"
+        return RoundedProducts(arrays)
+
+    monkeypatch.setattr(model, "products_for", products_for)
