@@ -99,10 +99,10 @@ def resume(
     }
     given = {name: value for name, value in wanted.items() if value is not None}
     prepare()
-    from runtime.run import start
+    from runtime.run import resume as resuming
 
     events = _events(on_note, on_step, on_evaluation, on_progress, on_plan)
-    return start.resume(Path(run), events, given)
+    return resuming.resume(Path(run), events, given)
 
 
 def _events(

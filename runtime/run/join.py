@@ -34,9 +34,10 @@ from runtime.parallel.launch import host_name
 from runtime.run.budget import check_budget
 from runtime.run.folder import RunFolder
 from runtime.run.signals import Stop, catching_signals, cause
-from runtime.run.start import remove_refused, worker
+from runtime.run.start import remove_refused
 from runtime.run.team import WORKERS, Team, of_bundle, require_same, versions
 from runtime.run.trainer import Trainer
+from runtime.run.worker import worker
 
 LEFT = "this worker has left, and the training goes on; start it again, and it reads what it missed"
 COORDINATOR, WORKER = "the coordinator", "this worker"

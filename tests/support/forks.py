@@ -23,7 +23,13 @@ from typing import IO, NoReturn
 
 ROOT = Path(__file__).parents[2]
 # no handlers: what is put in place of progress bars must be there before them
-IMPORTED = ("mlx.core", "ondevice.cli.main", "ondevice.cli.describe", "runtime.run.start")
+IMPORTED = (
+    "mlx.core",
+    "ondevice.cli.main",
+    "ondevice.cli.describe",
+    "runtime.run.resume",
+    "runtime.run.start",
+)
 # variables that are read before anything runs
 READ_AT_START = ("PYTHON", "OPENBLAS", "OMP", "MLX", "MALLOC", "GLIBC", "LD_", "PATH")
 EXPORTED = ("export.bundle", "export.fused", "transformers", "mlx_lm")  # what exports import, too

@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> None:
         describe_validation,
     )
     from runtime.run.results import Events
-    from runtime.run.start import resume, train
+    from runtime.run.resume import resume
+    from runtime.run.start import train
 
     quiet = arguments.json
 

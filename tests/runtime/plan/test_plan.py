@@ -181,7 +181,7 @@ def test_a_machine_is_read_with_the_threads_of_its_blas() -> None:
 import json, msgspec
 from runtime.machine.backend import prepare
 prepare()
-import runtime.run.start
+import runtime.run.resume, runtime.run.start
 from runtime.machine.backend import this_machine
 print(json.dumps(msgspec.to_builtins(this_machine("cpu", "auto"))))
 """

@@ -26,7 +26,7 @@ from runtime.core.errors import OnDeviceError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.parallel import fleet, shared_folder
 from runtime.parallel.fleet import Guest
-from runtime.run import start
+from runtime.run import resume, start
 from runtime.run.join import Helper, helper_of
 from runtime.run.results import Events, Step, TrainResult
 from runtime.run.signals import Stop
@@ -102,7 +102,7 @@ class Stage:
 
     def resumes(self, at: Happens) -> TrainResult:
         wanted = {"parallel": f"folder={self.folder}"}
-        return start.resume(self.run, self._events(at), wanted)
+        return resume.resume(self.run, self._events(at), wanted)
 
     def _events(self, at: Happens) -> Events:
         def after(step: Step, steps: int) -> None:

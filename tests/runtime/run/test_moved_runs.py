@@ -12,7 +12,7 @@ from support.runs import adapter
 
 from runtime.config.train import TrainConfig
 from runtime.core.errors import DataError, StorageError
-from runtime.run import start
+from runtime.run import resume, start
 from runtime.run.results import Events, Step
 
 STEPS, SAVE_EVERY = 6, 2
@@ -48,7 +48,7 @@ def test_a_run_that_is_moved_stops_and_goes_on_elsewhere(
     assert stopped.value.exit_code == 5
     assert not run.exists()
     assert [path.name for path in (moved / "saves").iterdir()] == ["step-00000004"]
-    start.resume(moved, Events(), {})
+    resume.resume(moved, Events(), {})
     assert adapter(moved) == adapter(whole)
     assert not run.exists()
 

@@ -43,17 +43,17 @@ from runtime.machine.backend import prepare
 
 prepare()
 import msgspec
-from runtime.run import start
+from runtime.run import opened, start, worker
 from runtime.run.trainer import Trainer
 
 what, rank, step, *arguments = sys.argv[1:]
-original, machine = Trainer._step, start._this_machine
+original, machine = Trainer._step, opened.machine_of_run
 
 def larger(*given):
     return msgspec.structs.replace(machine(*given), process_bytes=500_000_000)
 
 if what == "process" and os.environ["OMPI_COMM_WORLD_RANK"] == rank:
-    start._this_machine = larger
+    start.machine_of_run = worker.machine_of_run = larger
 
 def struck(self):
     if what == "pace":

@@ -1,0 +1,241 @@
+"""Resuming a run from its last save, with its plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from runtime.bundle.store import Bundle
+from runtime.config.base import to_toml
+from runtime.config.removed import load_run
+from runtime.config.train import TrainConfig
+from runtime.core.errors import BundleError, UsageError
+from runtime.core.lookalikes import Kind, instead
+from runtime.core.notes import silent, warning
+from runtime.core.units import format_bytes
+from runtime.data.run_rows import absolute, open_run_rows
+from runtime.data.samples import Samples
+from runtime.machine.backend import arithmetic
+from runtime.machine.footprint import Meter
+from runtime.plan.plan import Plan, Planner
+from runtime.run.budget import (
+    make_plan,
+    reason_to_replan,
+    training,
+)
+from runtime.run.folder import (
+    PLAN,
+    RunFolder,
+    read_json,
+)
+from runtime.run.learning_rate import learning_rate
+from runtime.run.length import settled
+from runtime.run.lora import to_resume
+from runtime.run.opened import announce, machine_of_run, progress_of, state_of, weights_of
+from runtime.run.results import Events, TrainResult
+from runtime.run.session import open_checked, open_session
+from runtime.run.team import Team, team_of
+from runtime.run.trackers import reporting
+from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
+from runtime.run.worker import OF_A_WORKER, files_of, invite, join
+from runtime.storage.saves import CONFIG, State, another_run
+
+
+def resume(path: Path, events: Events, wanted: dict[str, Any]) -> TrainResult:
+    """Continue the run in `path` from its last save, with its plan.
+
+    `wanted` are new values of CHANGEABLE settings; a bundle among them is the new place of the
+    run's. A new plan is made under another budget, or if the plan no longer fits. Tile sizes may
+    then differ, which changes the last bits of results.
+    With another number of steps in all, the learning rate goes on as the schedule over that many
+    steps says. More patience lets a run go on that its patience has ended.
+
+    Raises:
+        OnDeviceError: the run cannot go on; its saves stay as they are.
+    """
+    same = {name: value for name, value in wanted.items() if name not in OF_A_WORKER}
+    with team_of(wanted.get("parallel"), f"train --resume {path}", same) as team:
+        if team.rank:
+            moved = {"bundle": absolute(wanted["bundle"])} if "bundle" in wanted else {}
+            own = {"machine": None, **moved}
+            return join(path, own, team)
+        try:
+            return _resume(path, events, wanted, team)
+        except BaseException as problem:
+            team.dismiss(problem)
+            RunFolder(path).remove_scratch_of_workers()
+            raise
+
+
+def _resume(path: Path, events: Events, wanted: dict[str, Any], team: Team) -> TrainResult:
+    """See `resume`; on rank 0."""
+    folder = RunFolder(path)
+    if not (path / CONFIG).exists():
+        why = instead(path, Kind.RUN) or (
+            f"it has no {CONFIG}, which is there from the first step on; start the training with "
+            f"--output {path}"
+        )
+        raise UsageError(f"{path} holds no run to resume: {why}")
+    with folder.locked():
+        folder.prepare_to_resume()
+        for name in (CONFIG, PLAN):
+            folder.check(name)
+        before = load_run(path / CONFIG, {}, events.note)
+        if "epochs" in wanted:
+            wanted = {"steps": None, **wanted}  # the run's own, which they replace
+        if "bundle" in wanted:
+            wanted = {**wanted, "bundle": absolute(wanted["bundle"])}
+        config = replace(load_run(path / CONFIG, wanted), output=str(path), parallel=None)
+        save = folder.saves.latest()
+        state = None if save is None else folder.check_save(save)
+        progress = progress_of(folder, state)
+        with (
+            Meter(budget_bytes=config.budget_bytes) as meter,
+            reporting(config, path, progress.done, events) as events,
+        ):
+            return _continue(before, config, folder, state, progress, events, meter, team)
+
+
+def _continue(
+    before: TrainConfig,
+    config: TrainConfig,
+    folder: RunFolder,
+    state: State | None,
+    progress: Progress,
+    events: Events,
+    meter: Meter,
+    team: Team,
+) -> TrainResult:
+    """Go on after a save, or from the start without one; `before` is its configuration so far."""
+    bundle = open_checked(config.bundle, config.device, events.note, team.size)
+    config, bundle = to_resume(config, bundle)
+    chosen = _plan_again(config, bundle, folder, events, team.size)
+    announce(chosen, events)
+    if state is not None and (others := state.other_arithmetic(arithmetic())):
+        events.note(warning(f"the last bits may differ from those of an unbroken run: {others}"))
+    rows = open_run_rows(config, bundle, folder.path)
+    folder.check_tokens()
+    samples = Samples.of(config, bundle.manifest, rows.train)
+    config = settled(config, samples, silent if config.steps == before.steps else events.note)
+    _check_steps(config, folder, progress.done)
+    team.share(files_of(config, folder, chosen, state))
+    bundle = team.joined(bundle)
+    weights = weights_of(config, bundle, chosen, folder, progress.done)
+    if weights is not None and (behind := weights.behind(1)):
+        events.note(
+            f"the weights of {behind} of {len(bundle.manifest.blocks)} blocks are damaged or gone: "
+            f"the first step rebuilds them from the bundle and the log of {progress.done} steps"
+        )
+    if state is None and _has_lines(folder.metrics.path):
+        events.note(f"{folder.path} has no save: it is trained from its beginning")
+    session = open_session(bundle, chosen, weights)
+    adapters, running = state_of(config, session, folder, rows.train, state, team)
+    invite(config, folder, chosen, bundle, team, events)
+    trainer = Trainer(
+        *(config, folder, session, adapters, running, samples, rows),
+        *(events, meter, progress, team),
+    )
+    if trainer.ended:
+        _say_ended(trainer, before, events)
+    folder.write_json(PLAN, chosen)
+    folder.write(CONFIG, to_toml(config).encode())
+    if not trainer.ended:
+        events.note(f"resuming after step {progress.done} of {config.steps}")
+        _say_rates(before, config, progress.done, events)
+    return trainer.run()
+
+
+def _say_ended(trainer: Trainer, before: TrainConfig, events: Events) -> None:
+    """Note that the run is over.
+
+    Raises:
+        UsageError: more steps are asked for, which would change nothing.
+    """
+    path = trainer.folder.path
+    finished = f"this run is finished, after step {trainer.done}: {ENDS[trainer.ended]}"
+    further = FURTHER.get(trainer.ended)
+    ways = f"give --resume {path} {further}, or " if further else ""
+    said = f"{finished}; to train further, {ways}{another_run(path)}"
+    if trainer.config.all_steps > before.all_steps:
+        raise UsageError(said)
+    events.note(said)
+
+
+def _say_rates(before: TrainConfig, config: TrainConfig, done: int, events: Events) -> None:
+    """Note that the next step's learning rate is no longer that of the configuration before."""
+    rate_before, rate = (
+        learning_rate(
+            options.highest_rate,
+            options.lr_schedule,
+            options.warmup_steps,
+            options.all_steps,
+            min(done, options.all_steps),
+        )
+        for options in (before, config)
+    )
+    if rate_before != rate:
+        events.note(
+            f"the learning-rate schedule is now over {config.steps} steps: the next step's "
+            f"rate is {rate:.3g}, over {before.steps} steps it would be {rate_before:.3g}"
+        )
+
+
+def _check_steps(config: TrainConfig, folder: RunFolder, done: int) -> None:
+    """Refuse fewer steps than are done.
+
+    Raises:
+        UsageError: the save has more.
+    """
+    if config.all_steps < done:
+        raise UsageError(
+            f"--steps {config.steps} < {done}, the steps that {folder.path} has done; give more"
+        )
+
+
+def _plan_again(
+    config: TrainConfig, bundle: Bundle, folder: RunFolder, events: Events, workers: int
+) -> Plan:
+    """The plan that the run was started with, or a new one where it cannot be executed again."""
+    path = folder.path / PLAN
+    try:
+        stored = msgspec.convert(read_json(path), Plan)
+    except (msgspec.ValidationError, UnicodeError) as problem:
+        raise BundleError(
+            f"{path} is damaged: {problem}; if another version of ondevice wrote it, go on with "
+            f"that one, or {another_run(folder.path)}"
+        ) from None
+    manifest = bundle.manifest
+    machine = machine_of_run(config, bundle)
+    wanted = training(config, manifest, workers)
+    made = Planner(manifest, machine).again(stored, wanted.request, wanted.demand)
+    reason = reason_to_replan(stored, made, manifest, machine, wanted)
+    if not reason:
+        _say_facts(stored, made, events)
+        return made
+    chosen = make_plan(manifest, machine, wanted)
+    differs = chosen.sizes != stored.sizes or chosen.bucket != stored.bucket
+    last_bits = "; other tile sizes may change its last bits" if differs else ""
+    events.note(f"the run is planned anew: {reason}{last_bits}")
+    return chosen
+
+
+def _say_facts(before: Plan, now: Plan, events: Events) -> None:
+    """Note what is no longer as it was when a plan was made, though the plan stays."""
+    if before.limit_bytes != now.limit_bytes:
+        limits = [
+            "none" if limit is None else format_bytes(limit)
+            for limit in (now.limit_bytes, before.limit_bytes)
+        ]
+        events.note(f"the memory limit of this process is {limits[0]}, no longer {limits[1]}")
+    if before.minimum_bytes != now.minimum_bytes:
+        events.note(
+            f"the smallest budget that fits is {format_bytes(now.minimum_bytes, up=True)} here, "
+            f"not {format_bytes(before.minimum_bytes, up=True)}"
+        )
+
+
+def _has_lines(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
