@@ -8,7 +8,7 @@ computation between two products can be traced.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -28,6 +28,13 @@ _GELUS = {
     "gelu": nn.gelu,
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), nn.gelu_approx),
 }
+
+
+def activations_of(config: dict[str, Any]) -> dict[str, Callable[[mx.array], mx.array]]:
+    """The function that a configuration names in place of either of MLX's two GELUs, by name."""
+    keys = ("hidden_act", "hidden_activation", "activation_function")
+    gelu = _GELUS.get(str(next((config[key] for key in keys if config.get(key)), None)))
+    return {} if gelu is None else dict.fromkeys(("gelu", "gelu_approx"), gelu)
 
 
 def probe_length(model: nn.Module, config: dict[str, Any]) -> int:
@@ -233,10 +240,8 @@ class Taps:
         self, model: nn.Module, probe: int, config: dict[str, Any], cuts: bool = True
     ) -> None:
         self.model, self.probe, self.cuts = model, probe, cuts
-        keys = ("hidden_act", "hidden_activation", "activation_function")
-        gelu = _GELUS.get(str(next((config[key] for key in keys if config.get(key)), None)))
         self.positions: tuple[str, int] | None = None
-        self.activations = {} if gelu is None else {"gelu": gelu, "gelu_approx": gelu}
+        self.activations = activations_of(config)
         self.tape = Tape()
         self.path, owner, key = _longest_list(model)
         self.layers = [LayerTap(self, i, layer) for i, layer in enumerate(owner[key])]

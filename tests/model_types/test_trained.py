@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.nn as nn
 import pytest
 from oracles import whole_model as reference
 from support.adapters import saved_adapter
@@ -15,6 +16,7 @@ from support.peers import TORCH, interpreter, several_peft_logits
 from support.runs import adapter, here, killed_and_resumed, succeeds, summary_of, train_arguments
 
 from export.bundle import export_bundle
+from export.cut.taps import activations_of
 from export.fused.checkpoint import write_checkpoint
 from export.sources.verified import is_verified, tried_types
 from model_types.trial import made_elsewhere
@@ -54,9 +56,11 @@ def exported(folder: Path, model_type: str) -> Bundle:
 
 @each_type
 def test_gradients_are_autograds_and_losses_those_of_a_step(
-    checkpoints: Path, tmp_path: Path, rng: Rng, model_type: str
+    checkpoints: Path, tmp_path: Path, rng: Rng, model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = exported(checkpoints, model_type)
+    for name, function in activations_of(bundle.manifest.config).items():
+        monkeypatch.setattr(nn, name, function)
     adapters = adapters_of(bundle, rng)
     rows = [row_of(bundle, rng, BUCKET), row_of(bundle, rng, 40)]
     dense = reference.dense_model(bundle, adapters)
