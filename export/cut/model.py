@@ -23,6 +23,7 @@ from export.cut.graphs import CutGraph, ElementwiseGraph, cut_graph
 from export.cut.taps import (
     AttentionCall,
     Call,
+    ConvolutionCall,
     EmbeddingCall,
     LayerCall,
     LayerTap,
@@ -38,6 +39,7 @@ from export.sources.families import build_model
 from runtime.arrays.stored import Block
 from runtime.core.errors import BundleError
 from runtime.operations.attention import Attention
+from runtime.operations.convolution import Convolution
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.embedding import Embedding
 from runtime.operations.head import Head
@@ -271,6 +273,9 @@ def _described(calls: Sequence[Call]) -> str:
     return ", ".join(f"{len(list(same))} x {name}" for name, same in groupby(names))
 
 
+_MIXERS = (ConvolutionCall,)  # what sees other tokens without a mask
+
+
 class _LayerCutter:
     """Cuts one transformer layer into a block type and its elementwise graphs."""
 
@@ -291,11 +296,18 @@ class _LayerCutter:
         """The layer as a block type, its graphs, and a signature: equal for equal layers."""
         if not self.calls:
             raise BundleError("a layer has no matrix products; such models are not supported")
+        if self.tap.mask is None and not any(isinstance(call, _MIXERS) for call in self.calls):
+            raise BundleError(
+                f"layer {self.tap.index} is given no mask: it sees other tokens by other means "
+                "than attention, as state spaces do; such models are not supported"
+            )
         for call, shape in zip(self.calls, self.output_shapes, strict=True):
             if isinstance(call, LinearCall):
                 output = self._add_linear(call)
             elif isinstance(call, AttentionCall):
                 output = self._add_attention(call)
+            elif isinstance(call, ConvolutionCall):
+                output = self._add_convolution(call)
             else:
                 raise BundleError(
                     f"a layer holds an embedding, {call.name}; such models are not supported"
@@ -304,6 +316,8 @@ class _LayerCutter:
             self.outputs.append(output)
         (end,) = self._reach([("out", self.out)])
         parameters = {key: v for graph in self.graphs for key, v in graph.parameters.items()}
+        for call in self.calls:
+            parameters |= call.parameters if isinstance(call, _MIXERS) else {}
         operations = tuple(self.operations)
         block_type = BlockType(self.name, "x", end, self.values, parameters, operations)
         return block_type, [graph.graph for graph in self.graphs], self._signature()
@@ -345,6 +359,14 @@ class _LayerCutter:
         q, k, v = self._reach(list(zip(keys, call.inputs, strict=True)))
         output = f"attention{count}.out"
         self.operations.append(Attention((q, k, v), (output,), call.scale, self.window))
+        return output
+
+    def _add_convolution(self, call: ConvolutionCall) -> str:
+        """Add a convolution. Returns the output's name."""
+        (source,) = self._reach([(f"{call.name}.in", call.inputs[0])])
+        read = (source, *(f"@{name}" for name in call.parameters))
+        output, (width, *_) = f"{call.name}.out", next(iter(call.parameters.values()))[1:]
+        self.operations.append(Convolution(read, (output,), width))
         return output
 
     def _reach(self, inputs: list[tuple[str, mx.array]]) -> list[str]:

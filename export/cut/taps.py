@@ -1,4 +1,4 @@
-"""Taps: stand-ins for a model's embedding, linear layers, attention and transformer layers.
+"""Taps: stand-ins for a model's embedding, linear layers, attention, convolutions and layers.
 
 A tap computes nothing. It records its inputs and returns zeros, so that running the model shows the
 order of its products and the inputs of each. Or it returns given arrays, so that the
@@ -79,6 +79,13 @@ class AttentionCall(Call):
     scale: float
 
 
+@dataclass(frozen=True)
+class ConvolutionCall(Call):
+    """A causal convolution over tokens, one filter a channel: its parameters by name."""
+
+    parameters: dict[str, tuple[int, ...]]
+
+
 class Tape:
     """The calls of one run, in order. Taps return `outputs`; without them, zeros."""
 
@@ -86,6 +93,11 @@ class Tape:
         self.calls: list[Call] = []
         self.masks: list[Any] = []  # of attention, in layers that run as they are
         self._outputs = outputs
+
+    @property
+    def replays(self) -> bool:
+        """Whether the taps return given arrays."""
+        return self._outputs is not None
 
     def output(self, shape: tuple[int, ...]) -> mx.array:
         """The array that the next call returns, of this shape."""
@@ -137,6 +149,34 @@ class _EmbeddingTap(_Tap):
         return tape.record(LinearCall(self.name, (x,), output, bias=False))
 
 
+class _ConvolutionTap(_Tap):
+    """Stands in for a convolution whose input the model pads with zeros before the first token."""
+
+    def __init__(self, taps: Taps, name: str, convolution: nn.Conv1d) -> None:
+        self.taps, self.name = taps, name
+        self.parameters = {
+            f"{name}.{key}": tuple(value.shape) for key, value in convolution.items()
+        }
+        channels, self.width, inputs = convolution.weight.shape
+        given = (convolution.groups, convolution.stride, convolution.dilation, convolution.padding)
+        if inputs != 1 or given != (channels, 1, 1, 0):
+            raise BundleError(
+                f"{name} is a convolution over tokens other than one filter a channel at every "
+                "token; such models are not supported"
+            )
+
+    def __call__(self, x: mx.array) -> mx.array:
+        tape, before = self.taps.tape, self.width - 1
+        if not tape.replays and before and mx.any(x[:, :before]).item():
+            raise BundleError(
+                f"{self.name} reads something else than zeros before the first token; such models "
+                "are not supported"
+            )
+        x = x[:, before:]
+        output = tape.output(tuple(x.shape))
+        return tape.record(ConvolutionCall(self.name, (x,), output, self.parameters))
+
+
 class LayerTap:
     """Stands in for a transformer layer, remembers how it is called, and else is that layer."""
 
@@ -166,8 +206,10 @@ class LayerTap:
         return tape.record(LayerCall(str(self.index), (x,), tape.output(tuple(x.shape))))
 
     def run(self, x: mx.array, cache: Position | None) -> mx.array:
-        """The layer itself, with causal attention."""
+        """The layer itself, with causal attention; without, it takes neither mask nor cache."""
         given = {"x": x, "mask": MASK, "cache": cache}
+        if self.mask is None:
+            given = {"x": x, "mask": None, "cache": None}
         out = self.layer(**{name: given[role] for role, name in self.names.items()})
         if not isinstance(out, mx.array):
             raise BundleError(
@@ -225,7 +267,11 @@ class Taps:
         self._tap(model)
 
     def _tap(self, root: nn.Module) -> None:
-        makers = {nn.Linear: _LinearTap, nn.Embedding: _EmbeddingTap}
+        makers = {
+            nn.Linear: _LinearTap,
+            nn.Embedding: _EmbeddingTap,
+            nn.Conv1d: _ConvolutionTap,
+        }
         parents = dict(root.named_modules())
         for path, child in list(parents.items()):
             maker = makers.get(type(child))
@@ -294,13 +340,8 @@ def attention_windows(taps: Taps, config: dict[str, Any]) -> list[int | None]:
 
 def _window(tap: LayerTap, length: int) -> int | None:
     mask = tap.mask
-    if isinstance(mask, str) and mask == "causal":
+    if mask is None or (isinstance(mask, str) and mask == "causal"):
         return None
-    if mask is None:
-        raise BundleError(
-            f"layer {tap.index} is given no mask: it sees other tokens by other means than "
-            "attention, as state spaces and convolutions do; such models are not supported"
-        )
     if isinstance(mask, mx.array) and mask.shape == (length, length) and mask.dtype == mx.bool_:
         window = int(mask[-1].astype(mx.int32).sum().item())  # type: ignore[arg-type]
         rows, columns = mx.arange(length)[:, None], mx.arange(length)[None]

@@ -36,6 +36,7 @@ PROBE = 17  # tokens: more than the windows that are tried
 _SIZES = {
     *("model_type", "num_hidden_layers", "max_position_embeddings", "tie_word_embeddings"),
     *("original_max_position_embeddings", "quantization", "quantization_config", IN_CONFIG),
+    *("block_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_auto_adjust_ff_dim"),
 }
 
 

@@ -30,7 +30,14 @@ from export.sources.safetensors_files import (
     read_json,
 )
 from export.sources.settings import unknown_settings
-from export.sources.source import RENAMED, Checkpoint, check_tensors, first_names, slices
+from export.sources.source import (
+    RENAMED,
+    Checkpoint,
+    check_tensors,
+    first_names,
+    slices,
+    turned,
+)
 from export.sources.tokenizer import folder_tokenizer
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_CONFIG, checked
@@ -116,10 +123,11 @@ class HFCheckpoint(Checkpoint):
         self.warnings, self.given = warnings, text
 
     def rows(self, name: str, start: int, stop: int) -> F32:
-        self._check_rows(name, start, stop)
+        shape = self._check_rows(name, start, stop)
         layout = self._layouts.get(name)
         if layout is None:
-            return self._tensors[name].rows(start, stop).astype(np.float32, copy=False)
+            values = self._tensors[name].rows(start, stop).astype(np.float32, copy=False)
+            return values.reshape(stop - start, *shape[1:])  # of filters, see `turned`
         return self.quantized_rows(name, start, stop).values(layout.form)
 
     def quantized_form(self, name: str) -> QuantizedForm | None:
@@ -181,6 +189,8 @@ class HFCheckpoint(Checkpoint):
                     f"{', '.join(FLOAT_TYPES)} and MLX's affine quantization"
                 )
             shapes[name] = tensor.shape if layout is None else matrix_shape(tensor, layout.bits)
+            if shapes[name] == turned(expected.get(name, ())):
+                shapes[name] = expected[name]
         return shapes
 
 

@@ -41,6 +41,19 @@ def _gemma(
     }  # fmt: skip
 
 
+def _lfm(
+    hidden: int, inner: int, layers: int, heads: int, kv: int, full: list[int]
+) -> dict[str, Any]:
+    kinds = ["full_attention" if index in full else "conv" for index in range(layers)]
+    return {
+        "model_type": "lfm2", "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "layer_types": kinds, "conv_L_cache": 3, "conv_bias": False, "vocab_size": 65536,
+        "max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1e6,
+        "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
 _TINY: dict[str, Any] = {"vocab_size": 320, "max_position_embeddings": 1024}
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": _qwen("qwen2", 896, 4864, 24, 14, 2),
@@ -68,6 +81,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "lfm2-350m": _lfm(1024, 4608, 16, 16, 8, [2, 5, 8, 10, 12, 14]),
     "tiny-qwen2": {**_qwen("qwen2", 128, 192, 2, 4, 2), **_TINY},
     "tiny-qwen3": {**_qwen("qwen3", 128, 192, 2, 4, 2), **_TINY, "head_dim": 64},
     "tiny-llama": {
@@ -76,6 +90,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e4,
         "tie_word_embeddings": False,
     },
+    "tiny-lfm2": {**_lfm(128, 192, 3, 4, 2, [1]), **_TINY, "rope_theta": 1e4},
     # sliding, global, sliding; windows narrower than the shortest sequences that tests use
     "tiny-gemma3": {
         **_gemma(128, 192, 3, 4, 2, 16),
@@ -111,6 +126,8 @@ class RandomCheckpoint(Checkpoint):
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         shape = self._check_rows(name, start, stop)
+        if len(shape) == 3:  # a filter for each channel, with a gain of about 1
+            return self._noise(name, 0, shape)[start:stop] / np.float32(sqrt(prod(shape[1:])))
         if len(shape) == 1:
             noise = self._noise(name, 0, shape)[start:stop]
             if name.endswith(".bias"):

@@ -9,6 +9,8 @@ from runtime.operations.attention_kernel import AttentionKernel
 from runtime.operations.base import Operation
 from runtime.operations.cached_attention import CachedAttention
 from runtime.operations.cached_attention_kernel import CachedAttentionKernel
+from runtime.operations.convolution import CachedConvolution, Convolution
+from runtime.operations.convolution_kernel import CachedConvolutionKernel, ConvolutionKernel
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.elementwise_kernel import ElementwiseKernel
 from runtime.operations.embedding import Embedding
@@ -27,9 +29,11 @@ KERNELS: dict[type[Operation], Callable[[Tools], Kernel]] = {
     Embedding: EmbeddingKernel,
     Linear: LinearKernel,
     Attention: AttentionKernel,
+    Convolution: ConvolutionKernel,
     Elementwise: ElementwiseKernel,
     Gated: GatedKernel,
     Placed: PlacedKernel,
     CachedAttention: CachedAttentionKernel,
+    CachedConvolution: CachedConvolutionKernel,
     SlicedMlp: SlicedMlpKernel,
 }

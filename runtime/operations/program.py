@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from runtime.arrays.stored import Record
 from runtime.operations.attention import Attention
 from runtime.operations.base import Operation
+from runtime.operations.convolution import Convolution
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.embedding import Embedding
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear
 from runtime.operations.values import Shape
 
-StoredOperation = Embedding | Linear | Attention | Elementwise | Head
+StoredOperation = Embedding | Linear | Attention | Convolution | Elementwise | Head
 """The operations that a bundle may hold; by their tags a manifest is decoded."""
 
 

@@ -38,7 +38,9 @@ def main(words: list[str]) -> int:
         elif not completed({"model_type": name}):
             states[name] = NO_CLASS
         else:
-            states[name] = tried_types().get(name, NOT_COMPARED)
+            known = tried_types().get(name, NOT_COMPARED)
+            refused = isinstance(known, str) and not known.startswith(NOT_COMPARED)
+            states[name] = NOT_COMPARED if refused else known  # refused before, and cut now
     compared = [
         name
         for name, state in states.items()

@@ -21,6 +21,7 @@ from runtime.arrays.dequantize import SIDE_BY_SIDE, dense, join, split
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.stored import Extent, Matrix
 from runtime.arrays.values import Lora
+from runtime.operations import convolution_kernel
 from runtime.operations.attention_kernel import AttentionBlocks
 from runtime.operations.base import materialized_bytes
 from runtime.operations.head_kernel import HeadKernel
@@ -422,6 +423,39 @@ def test_parts_of_arrays_are_put_added_and_taken(rng: Rng, arrays: Arrays) -> No
         np.array(found), (part * 2 - mean) * weights * 0.3, rtol=1e-4, atol=1e-5
     )
     np.testing.assert_allclose(np.array(whole), x, rtol=1e-5, atol=1e-6)
+
+
+# --- convolution ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 3, 7])
+@pytest.mark.parametrize("packed", [False, True])
+def test_convolution_and_its_backward(rng: Rng, arrays: Arrays, width: int, packed: bool) -> None:
+    """Over rows shorter than the filter, and over more than two tiles of tokens."""
+    for length in (int(rng.integers(1, 8)), int(rng.integers(130, 150))):
+        channels = int(rng.integers(1, 20))
+        x, dy = normal(rng, length, channels), normal(rng, length, channels)
+        w = normal(rng, channels, width, 1)
+        bias = normal(rng, channels) if rng.random() < 0.5 else None
+        numbers = np.sort(rng.integers(0, 1 + length // 4, length)) if packed else None
+        starts = None if numbers is None else np.searchsorted(numbers, numbers).astype(np.int32)
+        of_rows = None if numbers is None else mx.array(numbers)
+        (y,), (dx,) = mx.vjp(
+            lambda x, w=w, b=bias, rows=of_rows: reference.convolution(x, w, b, rows), [x], [dy]
+        )
+        close(convolution_kernel.forward(x, w, bias, starts, arrays), y)
+        close(convolution_kernel.backward(dy, w, starts, arrays), dx)
+
+
+def test_convolution_does_not_read_the_rows_beside(rng: Rng, arrays: Arrays) -> None:
+    """A packed row has the bits of the row alone, whatever other rows hold."""
+    starts = np.repeat([0, 7, 20, 26], [7, 13, 6, 4]).astype(np.int32)
+    x, dy, w = normal(rng, 30, 5), normal(rng, 30, 5), normal(rng, 5, 4, 1)
+    row = slice(7, 20)
+    alone = convolution_kernel.forward(x[row], w, None, None, arrays)
+    assert mx.array_equal(convolution_kernel.forward(x, w, None, starts, arrays)[row], alone)
+    alone = convolution_kernel.backward(dy[row], w, None, arrays)
+    assert mx.array_equal(convolution_kernel.backward(dy, w, starts, arrays)[row], alone)
 
 
 # --- head -------------------------------------------------------------------------------------
