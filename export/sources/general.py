@@ -186,6 +186,8 @@ def _is_finite(value: Any) -> bool:
 def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     """Settings with those of rotary positions under the names that mlx-lm's class has for them."""
     known = arguments_of(family)
+    if full.get("layer_types"):
+        full.pop("full_attn_idxs", None)  # of which transformers has made these
     nested = full.get("rope_parameters") or {}
     scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, family, where)
     base_alone = {*nested} <= {"rope_theta", "rope_type"} and "rope_theta" in known
@@ -289,8 +291,11 @@ def _rows_of(
     return source, first, len(numbers)
 
 
-# dropout, numbers of tokens, and blocks that are refused where there are any
-_NEUTRAL = re.compile("drop|_token_id$|_token_index$|_token_ids$|^mamba_|^router_")
+# dropout, numbers of tokens, how training began, blocks that are refused where there are any, and
+# what LFM2 repeats
+_NEUTRAL = re.compile(
+    "drop|_token_id$|_token_index$|_token_ids$|_init_scale$|^mamba_|^router_|^block_norm_eps$"
+)
 
 
 def is_neutral_name(key: str) -> bool:
