@@ -24,6 +24,7 @@ from export.cut.taps import (
     AttentionCall,
     Call,
     ConvolutionCall,
+    DeltaCall,
     EmbeddingCall,
     LayerCall,
     LayerTap,
@@ -42,6 +43,7 @@ from runtime.operations.attention import Attention
 from runtime.operations.convolution import Convolution
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.embedding import Embedding
+from runtime.operations.gated_delta import GatedDelta
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear, Product
 from runtime.operations.program import BlockType, StoredOperation
@@ -273,7 +275,9 @@ def _described(calls: Sequence[Call]) -> str:
     return ", ".join(f"{len(list(same))} x {name}" for name, same in groupby(names))
 
 
-_MIXERS = (ConvolutionCall,)  # what sees other tokens without a mask
+# what attention reads are the first three of these, the gated delta rule all
+_PARTS = ("q", "k", "v", "decay", "beta")
+_MIXERS = (ConvolutionCall, DeltaCall)  # what sees other tokens without a mask
 
 
 class _LayerCutter:
@@ -308,6 +312,8 @@ class _LayerCutter:
                 output = self._add_attention(call)
             elif isinstance(call, ConvolutionCall):
                 output = self._add_convolution(call)
+            elif isinstance(call, DeltaCall):
+                output = self._add_delta(call)
             else:
                 raise BundleError(
                     f"a layer holds an embedding, {call.name}; such models are not supported"
@@ -317,7 +323,7 @@ class _LayerCutter:
         (end,) = self._reach([("out", self.out)])
         parameters = {key: v for graph in self.graphs for key, v in graph.parameters.items()}
         for call in self.calls:
-            parameters |= call.parameters if isinstance(call, _MIXERS) else {}
+            parameters |= call.parameters if isinstance(call, ConvolutionCall) else {}
         operations = tuple(self.operations)
         block_type = BlockType(self.name, "x", end, self.values, parameters, operations)
         return block_type, [graph.graph for graph in self.graphs], self._signature()
@@ -369,6 +375,15 @@ class _LayerCutter:
         self.operations.append(Convolution(read, (output,), width))
         return output
 
+    def _add_delta(self, call: DeltaCall) -> str:
+        """Add a gated delta rule. Returns the output's name."""
+        count = sum(isinstance(operation, GatedDelta) for operation in self.operations)
+        keys = [f"delta{count}.{part}" for part in _PARTS]
+        q, k, v, decay, beta = self._reach(list(zip(keys, call.inputs, strict=True)))
+        output = f"delta{count}.out"
+        self.operations.append(GatedDelta((q, k, v, decay, beta), (output,)))
+        return output
+
     def _reach(self, inputs: list[tuple[str, mx.array]]) -> list[str]:
         """Names of the arrays that the next tap reads; a new graph computes those without a name.
 
@@ -410,8 +425,9 @@ class _LayerCutter:
 
 
 def _part(target: str) -> int:
-    """The index of a value among a tap's inputs: attention has q, k and v, a product has one."""
-    return {".q": 0, ".k": 1, ".v": 2}.get(target[-2:], 0)
+    """The index of a value among a tap's inputs; that of a product is its only one."""
+    last = target.rpartition(".")[2]
+    return _PARTS.index(last) if last in _PARTS else 0
 
 
 def _length(given: Mapping[str, mx.array], shapes: dict[str, Shape]) -> int:

@@ -8,6 +8,7 @@ computation between two products can be traced.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +85,10 @@ class ConvolutionCall(Call):
     """A causal convolution over tokens, one filter a channel: its parameters by name."""
 
     parameters: dict[str, tuple[int, ...]]
+
+
+class DeltaCall(Call):
+    """The gated delta rule of (q, k, v, log of the decay, beta)."""
 
 
 class Tape:
@@ -300,19 +305,62 @@ class Taps:
             output = tape.output((*q.shape[:-1], v.shape[-1]))
             return tape.record(AttentionCall("attention", (q, k, v), output, float(scale)))
 
+        def delta(
+            q: mx.array,
+            k: mx.array,
+            v: mx.array,
+            a: mx.array,
+            b: mx.array,
+            a_log: mx.array,
+            dt_bias: mx.array,
+            state: mx.array | None = None,
+            mask: mx.array | None = None,
+            *,
+            use_kernel: bool = True,
+            lower_bound: float | None = None,
+            allow_neg_eigval: bool = False,
+        ) -> tuple[mx.array, None]:
+            beta = mx.sigmoid(b) * (2.0 if allow_neg_eigval else 1.0)
+            decay = mx.exp(a_log)
+            if lower_bound is None:
+                decay = -decay * nn.softplus(a + dt_bias)
+            else:
+                decay = lower_bound * mx.sigmoid(decay * (a + dt_bias))
+            if decay.shape != beta.shape or state is not None or mask is not None:
+                raise BundleError(
+                    "the gated delta rule has a decay for each key, a first state or a mask; such "
+                    "models are not supported"
+                )
+            inputs = (q, k, v, decay, beta)
+            return tape.record(DeltaCall("delta", inputs, tape.output(tuple(v.shape)))), None
+
         original = mx.fast.scaled_dot_product_attention
+        rules = _modules_with("gated_delta_update")
         previous, self.tape = self.tape, tape
         mx.fast.scaled_dot_product_attention = attention
         own = {name: getattr(nn, name) for name in self.activations}
         try:
+            for module in rules:
+                module.gated_delta_update = delta
             for name, function in self.activations.items():
                 setattr(nn, name, function)
             yield tape
         finally:
             for name, function in own.items():
                 setattr(nn, name, function)
+            for module, rule in rules.items():
+                module.gated_delta_update = rule
             mx.fast.scaled_dot_product_attention = original
             self.tape = previous
+
+
+def _modules_with(name: str) -> dict[Any, Any]:
+    """mlx-lm's modules that have a function of this name, and what it is there."""
+    return {
+        module: getattr(module, name)
+        for path, module in [*sys.modules.items()]
+        if path.startswith("mlx_lm.models.") and hasattr(module, name)
+    }
 
 
 def _longest_list(model: nn.Module) -> tuple[str, nn.Module, str]:

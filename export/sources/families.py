@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
-from export.sources.general import model_class, model_module, normalised
+from export.sources.general import model_class, model_classes, model_module, normalised
 from export.sources.rope import ORIGINAL_LENGTH, checked_scaling, install
 from export.sources.windows import (
     FULL,
@@ -29,6 +30,7 @@ from runtime.core.errors import BundleError, UsageError
 MODEL_TYPES = {
     "gemma3": "gemma3_text",  # with a vision tower: its text_config counts
 }
+TEXT_TYPES = {"qwen3_5_text": "qwen3_5"}  # whose module has the text model's class too
 # classes of transformers that load a family's fused checkpoints, where its own table has another
 _CLASSES = {"gemma3_text": "Gemma3ForCausalLM"}
 # settings that describe a single checkpoint, and not its architecture
@@ -99,7 +101,7 @@ def check_architecture(raw: dict[str, Any], where: str) -> str:
     given = raw.get("model_type")
     if not isinstance(given, str):
         raise BundleError(f"{where}: architecture {given!r} is not supported")
-    family: str = {**MODEL_REMAPPING, **MODEL_TYPES}.get(given, given)
+    family: str = {**MODEL_REMAPPING, **MODEL_TYPES, **TEXT_TYPES}.get(given, given)
     model_module(family, where)
     return family
 
@@ -175,7 +177,7 @@ def completed_config(family: str, config: dict[str, Any], where: str = "config")
     Raises BundleError where the model class cannot be built from it.
     """
     build_model(family, config, where)
-    arguments = model_module(family, where).ModelArgs.from_dict(config)
+    arguments = model_classes(family, where)[1].from_dict(deepcopy(config))
     defaults = {
         key: value
         for key, value in vars(arguments).items()
@@ -216,9 +218,9 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
     """
     from mlx.utils import tree_flatten
 
-    module = model_module(family, where)
+    make, settings = model_classes(family, where)
     try:
-        model = module.Model(module.ModelArgs.from_dict(config))
+        model = make(settings.from_dict(deepcopy(config)))
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, AssertionError) as e:
         why = next(iter(str(e).strip().splitlines()), type(e).__name__)
         raise BundleError(

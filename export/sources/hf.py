@@ -6,6 +6,7 @@ The weights may be floats or quantized by MLX.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from export.sources.families import (
     parameter_shapes,
     text_config,
 )
-from export.sources.general import completed, tensors_made
+from export.sources.general import completed, shifts, tensors_made
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
 from export.sources.safetensors_files import (
     FLOAT_TYPES,
@@ -233,6 +234,9 @@ def _language_model(
             name: tensors[source].part(first, rows) if tensors[source].shape else tensors[source]
             for name, (source, first, rows) in made.items()
         }
+    elif any(tensors[name].shape != shape for name, shape in expected.items() if name in tensors):
+        added = shifts(model, {name: tensor.shape for name, tensor in tensors.items()}, where)
+        tensors |= {name: replace(tensors[name], shift=shift) for name, shift in added.items()}
     parts = _parts(expected)
     others = [tensor.name for name, tensor in tensors.items() if not name.startswith(parts)]
     tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(parts)}

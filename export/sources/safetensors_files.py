@@ -32,7 +32,7 @@ _READ_AS = {"F32": np.float32, "F16": np.float16, "BF16": np.float32, "U32": np.
 class StoredTensor:
     """A tensor of a file: its name there, safetensors' name of its type, its shape.
 
-    Or some of its rows, from `first` on.
+    Or some of its rows, from `first` on; and what mlx-lm adds to its values.
     """
 
     name: str
@@ -40,6 +40,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     _file: Any
     first: int = 0
+    shift: float = 0.0  # is added to all values
 
     def part(self, first: int, rows: int) -> StoredTensor:
         """So many rows of it, from `first` on."""
@@ -56,7 +57,8 @@ class StoredTensor:
         rows: npt.NDArray[Any] = self._file.get_slice(self.name)[
             self.first + start : self.first + stop
         ]
-        return rows.astype(read_as, copy=False)
+        rows = rows.astype(read_as, copy=False)
+        return rows.astype(np.float32) + np.float32(self.shift) if self.shift else rows
 
 
 class SafetensorsFile:

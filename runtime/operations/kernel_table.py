@@ -16,6 +16,8 @@ from runtime.operations.elementwise_kernel import ElementwiseKernel
 from runtime.operations.embedding import Embedding
 from runtime.operations.embedding_kernel import EmbeddingKernel
 from runtime.operations.gated import Gated
+from runtime.operations.gated_delta import CachedGatedDelta, GatedDelta
+from runtime.operations.gated_delta_kernel import CachedGatedDeltaKernel, GatedDeltaKernel
 from runtime.operations.gated_kernel import GatedKernel
 from runtime.operations.kernel import Kernel, Tools
 from runtime.operations.linear import Linear
@@ -30,10 +32,12 @@ KERNELS: dict[type[Operation], Callable[[Tools], Kernel]] = {
     Linear: LinearKernel,
     Attention: AttentionKernel,
     Convolution: ConvolutionKernel,
+    GatedDelta: GatedDeltaKernel,
     Elementwise: ElementwiseKernel,
     Gated: GatedKernel,
     Placed: PlacedKernel,
     CachedAttention: CachedAttentionKernel,
     CachedConvolution: CachedConvolutionKernel,
+    CachedGatedDelta: CachedGatedDeltaKernel,
     SlicedMlp: SlicedMlpKernel,
 }

@@ -33,7 +33,7 @@ Rng = np.random.Generator
 Tiny = Callable[..., Bundle]
 
 FAMILIES = ("qwen2", "qwen3", "gemma3", "llama")
-MIXERS = ("lfm2",)  # with layers that see other tokens by other means than attention
+MIXERS = ("lfm2", "qwen3_5")  # with layers that see other tokens by other means than attention
 # Gemma 3 has norms of queries and keys too, and is otherwise further from Qwen 2
 _IN_TURN = [
     pytest.param(one, marks=pytest.mark.slow) if one == "qwen3" else one for one in FAMILIES
