@@ -291,7 +291,7 @@ class _LayerCutter:
         self.calls, self.out = self._run(mx.zeros(shape_at(hidden, taps.probe)), None)
         self.output_shapes = [self._symbolic(call.output) for call in self.calls]
         self.values: dict[str, Shape] = {"x": hidden}
-        self.names: dict[int, str] = {}  # by id of the arrays that taps read; q, k, v share one
+        self.names: dict[int, str] = {}  # by id of what taps read and return; q, k, v may share one
         self.outputs: list[str] = []  # names of the taps' outputs, in call order
         self.operations: list[StoredOperation] = []
         self.graphs: list[CutGraph] = []
@@ -320,6 +320,7 @@ class _LayerCutter:
                 )
             self.values[output] = shape
             self.outputs.append(output)
+            self.names.setdefault(id(call.output), output)
         (end,) = self._reach([("out", self.out)])
         parameters = {key: v for graph in self.graphs for key, v in graph.parameters.items()}
         for call in self.calls:

@@ -97,6 +97,7 @@ class Tape:
     def __init__(self, outputs: Sequence[mx.array] | None = None) -> None:
         self.calls: list[Call] = []
         self.masks: list[Any] = []  # of attention, in layers that run as they are
+        self.padded: list[tuple[mx.array, mx.array]] = []  # before the first token, and what it was
         self._outputs = outputs
 
     @property
@@ -177,7 +178,8 @@ class _ConvolutionTap(_Tap):
                 f"{self.name} reads something else than zeros before the first token; such models "
                 "are not supported"
             )
-        x = x[:, before:]
+        plain = (given for padded, given in tape.padded if padded is x)
+        x = next(plain, x[:, before:])  # itself where it is known, so that nothing is copied
         output = tape.output(tuple(x.shape))
         return tape.record(ConvolutionCall(self.name, (x,), output, self.parameters))
 
@@ -334,12 +336,27 @@ class Taps:
             inputs = (q, k, v, decay, beta)
             return tape.record(DeltaCall("delta", inputs, tape.output(tuple(v.shape)))), None
 
+        pad, concatenate = mx.pad, mx.concatenate
+
+        def padding(x: mx.array, pad_width: Any, *rest: Any, **more: Any) -> mx.array:
+            padded = pad(x, pad_width, *rest, **more)
+            if isinstance(pad_width, list) and [after for _, after in pad_width[1:]] == [0, 0]:
+                tape.padded.append((padded, x))
+            return padded
+
+        def joining(arrays: list[mx.array], axis: int = 0, **more: Any) -> mx.array:
+            joined = concatenate(arrays, axis, **more)
+            if axis == 1 and len(arrays) == 2:
+                tape.padded.append((joined, arrays[1]))
+            return joined
+
         original = mx.fast.scaled_dot_product_attention
         rules = _modules_with("gated_delta_update")
         previous, self.tape = self.tape, tape
         mx.fast.scaled_dot_product_attention = attention
         own = {name: getattr(nn, name) for name in self.activations}
         try:
+            mx.pad, mx.concatenate = padding, joining  # type: ignore[assignment]
             for module in rules:
                 module.gated_delta_update = delta
             for name, function in self.activations.items():
@@ -348,6 +365,7 @@ class Taps:
         finally:
             for name, function in own.items():
                 setattr(nn, name, function)
+            mx.pad, mx.concatenate = pad, concatenate
             for module, rule in rules.items():
                 module.gated_delta_update = rule
             mx.fast.scaled_dot_product_attention = original

@@ -74,9 +74,9 @@ def model_classes(family: str, where: str = "config") -> tuple[Any, Any]:
     Where a module wraps a text model of its own, they are the text model's.
     """
     module = model_module(family, where)
-    if "text_config" in inspect.signature(module.ModelArgs).parameters:
-        if hasattr(module, "TextModel") and hasattr(module, "TextModelArgs"):
-            return module.TextModel, module.TextModelArgs
+    wraps = "text_config" in inspect.signature(module.ModelArgs).parameters
+    if wraps and hasattr(module, "TextModel") and hasattr(module, "TextModelArgs"):
+        return module.TextModel, module.TextModelArgs
     return module.Model, module.ModelArgs
 
 
@@ -222,9 +222,9 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
         full["sliding_window_pattern"] = pattern_of(
             full.pop("layer_types"), "str" in written, where
         )
-    if "layer_types" not in known and "full_attention_interval" in known:
-        if types := full.pop("layer_types", None):
-            full["full_attention_interval"] = _interval_of(list(types), where)
+    alternates = "layer_types" not in known and "full_attention_interval" in known
+    if alternates and (types := full.pop("layer_types", None)):
+        full["full_attention_interval"] = _interval_of(list(types), where)
     return full
 
 
@@ -239,7 +239,9 @@ def _nest_positions(full: dict[str, Any]) -> None:
 def _interval_of(types: list[str], where: str) -> int:
     """In every so many layers the last one has attention, the others the gated delta rule."""
     interval = types.index(FULL) + 1 if FULL in types else len(types) + 1
-    expected = [FULL if (at + 1) % interval == 0 else "linear_attention" for at in range(len(types))]
+    expected = [
+        FULL if (at + 1) % interval == 0 else "linear_attention" for at in range(len(types))
+    ]
     if types != expected:
         raise BundleError(
             f"{where}: layer_types is not one {FULL} in every {interval} layers; irregular "
@@ -316,9 +318,7 @@ def tensors_made(
     return made
 
 
-def shifts(
-    model: Any, shapes: Mapping[str, tuple[int, ...]], where: str
-) -> dict[str, float]:
+def shifts(model: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, float]:
     """What `sanitize` adds to tensors of one axis, by name: Qwen 3.5's norms, to which it adds 1.
 
     Raises BundleError where it does not understand tensors of these shapes.

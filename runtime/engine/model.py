@@ -156,9 +156,9 @@ class Model:
     ) -> list[mx.array]:
         """A layer's outputs (1, bucket, D) of parts of one sequence, in order; `xs` is emptied.
 
-        `positions` are those of the first token of each part, `counts` how many of its tokens are no
-        padding. `cache` holds the layer's keys and values of earlier tokens, to
-        which those of these tokens are added, and whatever else is kept of these.
+        `positions` are those of the first token of each part, `counts` how many of its tokens are
+        not padding. `cache` holds what the layer keeps of earlier tokens, such as their keys and
+        values, to which those of these tokens are added.
         """
         name = self._lowered[block].program.input
         lanes: list[Values] = [

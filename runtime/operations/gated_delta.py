@@ -60,9 +60,7 @@ class GatedDelta(Function, frozen=True):
         if not call.backward:
             return self._chunk_bytes(call, 5, 6) + 3 * state
         held = min(SEGMENT, -(-call.tokens // CHUNK))
-        unwanted = (
-            call.bytes_of(name) for name in self.inputs if name not in call.wanted
-        )
+        unwanted = (call.bytes_of(name) for name in self.inputs if name not in call.wanted)
         return self._chunk_bytes(call, 8, 10) + (held + 4) * state + sum(unwanted)
 
     def _chunk_bytes(self, call: Call, squares: int, rows: int) -> int:

@@ -87,8 +87,8 @@ class Decoder:
     def _holds_what_precedes(self, position: int) -> bool:
         """Whether every layer still has the keys that a token at this position sees.
 
-        A ring that has gone round has lost all but its window before the last chunk. A state is that
-        after the last token, and of no use where a pass did not come to its end.
+        A ring that has gone round has lost all but its window before the last chunk. A state is
+        that after the last token, and of no use where a pass did not come to its end.
         """
         if not self._rewinds:
             return self._is_whole and position == len(self.tokens)

@@ -126,6 +126,20 @@ def test_a_sequence_that_is_taken_up_again_is_read_from_where_it_parts(
     assert agrees(decoder.read(tokens[again:]), dense_logits(bundle, None, tokens)[-1])
 
 
+def test_a_state_goes_on_from_the_last_token_alone(tiny: Tiny, rng: Rng) -> None:
+    """What preceded an earlier one is not kept; then all is read again, from a state of zeros."""
+    bundle = tiny("qwen3_5")
+    adapters = Adapters.applied(to_apply(None, bundle).manifest, None)
+    decoder = Decoder(open_session(bundle, plan_of(bundle)), adapters)
+    tokens = tokens_of(bundle, rng, 60)
+    read_in_parts(decoder, tokens[:40], rng)
+    for others, kept in ((tokens[:41], 40), ([*tokens[:59], 0, 0], 0), (tokens, 0)):
+        read = decoder.rewind(others)
+        assert read == len(decoder.tokens) == kept
+        logits = decoder.read(tokens[read:])
+        assert agrees(logits, dense_logits(bundle, None, tokens)[-1])
+
+
 def test_no_more_is_read_than_the_context_holds(tiny: Tiny, rng: Rng) -> None:
     bundle = tiny("qwen2")
     adapters = Adapters.applied(to_apply(None, bundle).manifest, None)
