@@ -12,9 +12,10 @@ from typing import ClassVar
 from runtime.arrays.stored import pages
 from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
 from runtime.operations.cached_attention import slots_of
-from runtime.operations.values import MOST_TILE_TOKENS, Shape, is_parameter, shape_at
+from runtime.operations.values import F32, MOST_TILE_TOKENS, Shape, is_parameter, shape_at
 
 MOST_WIDTH = 64  # of a filter: each token is multiplied so often
+TILE_VALUES = 1 << 16  # of tokens that are filtered at once, which stay in a processor's cache
 
 
 class Convolution(Function, frozen=True):
@@ -36,8 +37,8 @@ class Convolution(Function, frozen=True):
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """A tile of tokens, as it is shifted, multiplied and added for each factor."""
-        tile = min(call.tokens, MOST_TILE_TOKENS)
-        return 2 * (self.width + 1) * (call.bytes_of(self.inputs[0]) // call.tokens * tile)
+        row = call.bytes_of(self.inputs[0]) // call.tokens
+        return (self.width + 2) * row * min(call.tokens, tile_tokens(row // F32))
 
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
         """The same of all tiles, and the array that they are joined in."""
@@ -66,6 +67,11 @@ class Convolution(Function, frozen=True):
     def describe(self, values: Mapping[str, Shape]) -> str:
         channels = values[self.outputs[0]][2]
         return f"convolution over {self.width} tokens -> Tx{channels}"
+
+
+def tile_tokens(channels: int) -> int:
+    """How many tokens are filtered at once."""
+    return max(1, min(MOST_TILE_TOKENS, TILE_VALUES // channels))
 
 
 class CachedConvolution(Convolution, frozen=True):

@@ -20,9 +20,9 @@ from runtime.arrays.arrays import Arrays
 from runtime.arrays.values import Gradients, Loras, Values
 from runtime.operations.attention_kernel import Starts, starts_of
 from runtime.operations.cached_attention_kernel import put_in_ring
-from runtime.operations.convolution import CachedConvolution, Convolution
+from runtime.operations.convolution import CachedConvolution, Convolution, tile_tokens
 from runtime.operations.kernel import Run, Tools
-from runtime.operations.values import MOST_TILE_TOKENS, POSITION, gradient_of
+from runtime.operations.values import POSITION, gradient_of
 
 
 def forward(
@@ -81,15 +81,16 @@ def _rows(x: mx.array, start: int, stop: int) -> mx.array:
 
 def _tiled(x: mx.array, tile: Callable[[int, int], mx.array], arrays: Arrays) -> mx.array:
     """The tiles of tokens, each evaluated before the next, as an array of the shape of x."""
-    tokens = x.shape[0]
-    if tokens <= MOST_TILE_TOKENS:
+    tokens, channels = x.shape
+    step = tile_tokens(channels)
+    if tokens <= step:
         whole = tile(0, tokens)
         arrays.settle(whole)
         return whole
     whole = mx.zeros(x.shape)
     arrays.settle(whole)
-    for start in range(0, tokens, MOST_TILE_TOKENS):
-        stop = min(tokens, start + MOST_TILE_TOKENS)
+    for start in range(0, tokens, step):
+        stop = min(tokens, start + step)
         part = tile(start, stop)
         arrays.settle(part)
         arrays.put(whole, slice(start, stop), part)

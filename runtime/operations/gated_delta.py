@@ -58,10 +58,10 @@ class GatedDelta(Function, frozen=True):
         """The arrays of one chunk, and the states around it; backward those of a segment."""
         state = math.prod(self.state(call.values)) * F32
         if not call.backward:
-            return self._chunk_bytes(call, 5, 6) + 3 * state
+            return self._chunk_bytes(call, 5, 7) + 3 * state
         held = min(SEGMENT, -(-call.tokens // CHUNK))
         unwanted = (call.bytes_of(name) for name in self.inputs if name not in call.wanted)
-        return self._chunk_bytes(call, 8, 10) + (held + 4) * state + sum(unwanted)
+        return self._chunk_bytes(call, 8, 10) + (held + 2) * state + sum(unwanted)
 
     def _chunk_bytes(self, call: Call, squares: int, rows: int) -> int:
         """Bytes of so many arrays (H, n, n), and (H, n, D) or (H, n, E), of a chunk's n tokens."""

@@ -100,8 +100,11 @@ class DeltaRule:
             states = self._states(inputs, segment, state)
             for start, stop in reversed(segment.chunks):
                 chunk = _Chunk.of(inputs, start, stop, arrays)
-                d_y = _by_head(dy[:, start:stop], d_state.shape[0])
-                *parts, d_state = self._chunk_backward(chunk, states.pop(), d_y, d_state)
+                d_y = _by_head(dy[:, start:stop], inputs[0].shape[2])
+                around = [states.pop(), d_state]
+                del d_state
+                parts = self._chunk_backward(chunk, around, d_y)
+                d_state = parts.pop()
                 place = (slice(None), slice(start, stop))
                 for array in whole:
                     arrays.put(array, place, _by_token(parts.pop(0)).reshape(array[place].shape))
@@ -119,9 +122,14 @@ class DeltaRule:
         return states
 
     def _chunk_backward(
-        self, chunk: _Chunk, state: mx.array, dy: mx.array, d_after: mx.array
+        self, chunk: _Chunk, around: list[mx.array], dy: mx.array
     ) -> list[mx.array]:
-        """The gradients of a chunk's q, k, v, log a and b (K, ?, n, ...), and of its state."""
+        """The gradients of a chunk's q, k, v, log a and b (K, ?, n, ...), and of its state.
+
+        `around` are its state, and the gradient of the one after it; it is emptied.
+        """
+        state, d_after = around
+        around.clear()
         settle, c, beta = self.arrays.settle, chunk.from_start, chunk.beta
         missed, u = self._updates(chunk, state)
         late = chunk.k * chunk.to_end
@@ -155,9 +163,12 @@ class DeltaRule:
         at_end = of_late.sum(axis=-1) + c[:, :, -1, 0] * (state * d_after).sum(axis=(-1, -2))
         d_sums = d_sums + of_start - of_late + at_end[..., None] * chunk.is_last
         d_decay = mx.cumsum(d_sums, axis=-1, reverse=True)
-        d_state = c[:, :, -1:] * d_after + chunk.q.swapaxes(-1, -2) @ (c * dy)
-        d_state = d_state + chunk.k.swapaxes(-1, -2) @ d_missed
-        settle(d_decay, d_state)
+        settle(d_decay)
+        d_state = c[:, :, -1:] * d_after
+        settle(d_state)
+        del state, d_after
+        self.arrays.add_to(d_state, ..., chunk.q.swapaxes(-1, -2) @ (c * dy))
+        self.arrays.add_to(d_state, ..., chunk.k.swapaxes(-1, -2) @ d_missed)
         return [dq, dk, dv, d_decay[..., None], d_beta[..., None], d_state]
 
 
