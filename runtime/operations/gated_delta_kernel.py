@@ -89,10 +89,10 @@ class DeltaRule:
         arrays = self.arrays
         whole = [mx.zeros(array.shape) for array in inputs]
         arrays.settle(whole)
-        at, d_state = kept.shape[0], _no_state(inputs)
+        at, after = kept.shape[0], [_no_state(inputs)]  # the gradient of the state after a chunk
         for segment in reversed([*_segments(inputs[0].shape[1], starts)]):
             if segment.last:
-                d_state = _no_state(inputs)
+                after = [_no_state(inputs)]
             state = _no_state(inputs)
             if not segment.first:
                 at -= 1
@@ -101,10 +101,8 @@ class DeltaRule:
             for start, stop in reversed(segment.chunks):
                 chunk = _Chunk.of(inputs, start, stop, arrays)
                 d_y = _by_head(dy[:, start:stop], inputs[0].shape[2])
-                around = [states.pop(), d_state]
-                del d_state
-                parts = self._chunk_backward(chunk, around, d_y)
-                d_state = parts.pop()
+                parts = self._chunk_backward(chunk, [states.pop(), after.pop()], d_y)
+                after.append(parts.pop())
                 place = (slice(None), slice(start, stop))
                 for array in whole:
                     arrays.put(array, place, _by_token(parts.pop(0)).reshape(array[place].shape))
