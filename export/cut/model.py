@@ -24,6 +24,8 @@ from export.cut.graphs import CutGraph, ElementwiseGraph, cut_graph
 from export.cut.taps import (
     AttentionCall,
     Call,
+    ConvolutionCall,
+    DeltaCall,
     EmbeddingCall,
     LayerCall,
     LayerTap,
@@ -39,8 +41,10 @@ from export.sources.families import build_model
 from runtime.arrays.stored import Block
 from runtime.core.errors import BundleError
 from runtime.operations.attention import Attention
+from runtime.operations.convolution import Convolution
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.embedding import Embedding
+from runtime.operations.gated_delta import GatedDelta
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear, Product
 from runtime.operations.program import BlockType, StoredOperation
@@ -320,6 +324,11 @@ def _described(calls: Sequence[Call]) -> str:
     return ", ".join(f"{len(list(same))} x {name}" for name, same in groupby(names))
 
 
+# what attention reads are the first three of these, the gated delta rule all
+_PARTS = ("q", "k", "v", "decay", "beta")
+_MIXERS = (ConvolutionCall, DeltaCall)  # what sees other tokens without a mask
+
+
 class _LayerCutter:
     """Cuts one transformer layer into a block type and its elementwise graphs."""
 
@@ -331,7 +340,7 @@ class _LayerCutter:
         self.calls, self.out = self._run(mx.zeros(shape_at(hidden, taps.probe)), None)
         self.output_shapes = [self._symbolic(call.output) for call in self.calls]
         self.values: dict[str, Shape] = {"x": hidden}
-        self.names: dict[int, str] = {}  # by id of the arrays that taps read; q, k, v share one
+        self.names: dict[int, str] = {}  # by id of what taps read and return; q, k, v may share one
         self.outputs: list[str] = []  # names of the taps' outputs, in call order
         self.operations: list[StoredOperation] = []
         self.graphs: list[CutGraph] = []
@@ -340,19 +349,31 @@ class _LayerCutter:
         """The layer as a block type, its graphs, and a signature: equal for equal layers."""
         if not self.calls:
             raise BundleError("a layer has no matrix products; such models are not supported")
+        if self.tap.mask is None and not any(isinstance(call, _MIXERS) for call in self.calls):
+            raise BundleError(
+                f"layer {self.tap.index} is given no mask: it sees other tokens by other means "
+                "than attention, as state spaces do; such models are not supported"
+            )
         for call, shape in zip(self.calls, self.output_shapes, strict=True):
             if isinstance(call, LinearCall):
                 output = self._add_linear(call)
             elif isinstance(call, AttentionCall):
                 output = self._add_attention(call)
+            elif isinstance(call, ConvolutionCall):
+                output = self._add_convolution(call)
+            elif isinstance(call, DeltaCall):
+                output = self._add_delta(call)
             else:
                 raise BundleError(
                     f"a layer holds an embedding, {call.name}; such models are not supported"
                 )
             self.values[output] = shape
             self.outputs.append(output)
+            self.names.setdefault(id(call.output), output)
         (end,) = self._reach([("out", self.out)])
         parameters = {key: v for graph in self.graphs for key, v in graph.parameters.items()}
+        for call in self.calls:
+            parameters |= call.parameters if isinstance(call, ConvolutionCall) else {}
         operations = tuple(self.operations)
         block_type = BlockType(self.name, "x", end, self.values, parameters, operations)
         return block_type, [graph.graph for graph in self.graphs], self._signature()
@@ -396,6 +417,23 @@ class _LayerCutter:
         self.operations.append(Attention((q, k, v), (output,), call.scale, self.window, call.cap))
         return output
 
+    def _add_convolution(self, call: ConvolutionCall) -> str:
+        """Add a convolution. Returns the output's name."""
+        (source,) = self._reach([(f"{call.name}.in", call.inputs[0])])
+        read = (source, *(f"@{name}" for name in call.parameters))
+        output, (width, *_) = f"{call.name}.out", next(iter(call.parameters.values()))[1:]
+        self.operations.append(Convolution(read, (output,), width))
+        return output
+
+    def _add_delta(self, call: DeltaCall) -> str:
+        """Add a gated delta rule. Returns the output's name."""
+        count = sum(isinstance(operation, GatedDelta) for operation in self.operations)
+        keys = [f"delta{count}.{part}" for part in _PARTS]
+        q, k, v, decay, beta = self._reach(list(zip(keys, call.inputs, strict=True)))
+        output = f"delta{count}.out"
+        self.operations.append(GatedDelta((q, k, v, decay, beta), (output,)))
+        return output
+
     def _reach(self, inputs: list[tuple[str, mx.array]]) -> list[str]:
         """Names of the arrays that the next tap reads; a new graph computes those without a name.
 
@@ -437,8 +475,9 @@ class _LayerCutter:
 
 
 def _part(target: str) -> int:
-    """The index of a value among a tap's inputs: attention has q, k and v, a product has one."""
-    return {".q": 0, ".k": 1, ".v": 2}.get(target[-2:], 0)
+    """The index of a value among a tap's inputs; that of a product is its only one."""
+    last = target.rpartition(".")[2]
+    return _PARTS.index(last) if last in _PARTS else 0
 
 
 def _length(given: Mapping[str, mx.array], shapes: dict[str, Shape]) -> int:

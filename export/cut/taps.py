@@ -1,4 +1,4 @@
-"""Taps: stand-ins for a model's embedding, linear layers, attention and transformer layers.
+"""Taps: stand-ins for a model's embedding, linear layers, attention, convolutions and layers.
 
 A tap computes nothing. It records its inputs and returns zeros, so that running the model shows the
 order of its products and the inputs of each. Or it returns given arrays, so that the
@@ -8,6 +8,7 @@ computation between two products can be traced.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,6 +90,17 @@ class AttentionCall(Call):
     cap: float | None
 
 
+@dataclass(frozen=True)
+class ConvolutionCall(Call):
+    """A causal convolution over tokens, one filter a channel: its parameters by name."""
+
+    parameters: dict[str, tuple[int, ...]]
+
+
+class DeltaCall(Call):
+    """The gated delta rule of (q, k, v, log of the decay, beta)."""
+
+
 class Tape:
     """The calls of one run, in order. Taps return `outputs`; without them, zeros."""
 
@@ -96,7 +108,13 @@ class Tape:
         self.calls: list[Call] = []
         self.masks: list[Any] = []  # of attention, in layers that run as they are
         self.positions: mx.array | None = None  # (T, D), of learned positions; without it, zeros
+        self.padded: list[tuple[mx.array, mx.array]] = []  # before the first token, and what it was
         self._outputs = outputs
+
+    @property
+    def replays(self) -> bool:
+        """Whether the taps return given arrays."""
+        return self._outputs is not None
 
     def output(self, shape: tuple[int, ...]) -> mx.array:
         """The array that the next call returns, of this shape."""
@@ -163,6 +181,35 @@ class _EmbeddingTap(_Tap):
         return tape.record(LinearCall(self.name, (x,), output, bias=False))
 
 
+class _ConvolutionTap(_Tap):
+    """Stands in for a convolution whose input the model pads with zeros before the first token."""
+
+    def __init__(self, taps: Taps, name: str, convolution: nn.Conv1d) -> None:
+        self.taps, self.name = taps, name
+        self.parameters = {
+            f"{name}.{key}": tuple(value.shape) for key, value in convolution.items()
+        }
+        channels, self.width, inputs = convolution.weight.shape
+        given = (convolution.groups, convolution.stride, convolution.dilation, convolution.padding)
+        if inputs != 1 or given != (channels, 1, 1, 0):
+            raise BundleError(
+                f"{name} is a convolution over tokens other than one filter a channel at every "
+                "token; such models are not supported"
+            )
+
+    def __call__(self, x: mx.array) -> mx.array:
+        tape, before = self.taps.tape, self.width - 1
+        if not tape.replays and before and mx.any(x[:, :before]).item():
+            raise BundleError(
+                f"{self.name} reads something else than zeros before the first token; such models "
+                "are not supported"
+            )
+        plain = (given for padded, given in tape.padded if padded is x)
+        x = next(plain, x[:, before:])  # itself where it is known, so that nothing is copied
+        output = tape.output(tuple(x.shape))
+        return tape.record(ConvolutionCall(self.name, (x,), output, self.parameters))
+
+
 class LayerTap:
     """Stands in for a transformer layer, remembers how it is called, and else is that layer."""
 
@@ -192,8 +239,10 @@ class LayerTap:
         return tape.record(LayerCall(str(self.index), (x,), tape.output(tuple(x.shape))))
 
     def run(self, x: mx.array, cache: Position | None) -> mx.array:
-        """The layer itself, with causal attention."""
+        """The layer itself, with causal attention; without, it takes neither mask nor cache."""
         given = {"x": x, "mask": MASK, "cache": cache}
+        if self.mask is None:
+            given = {"x": x, "mask": None, "cache": None}
         out = self.layer(**{name: given[role] for role, name in self.names.items()})
         if not isinstance(out, mx.array):
             raise BundleError(
@@ -252,7 +301,11 @@ class Taps:
         self._tap(model)
 
     def _tap(self, root: nn.Module) -> None:
-        makers = {nn.Linear: _LinearTap, nn.Embedding: _EmbeddingTap}
+        makers = {
+            nn.Linear: _LinearTap,
+            nn.Embedding: _EmbeddingTap,
+            nn.Conv1d: _ConvolutionTap,
+        }
         parents = dict(root.named_modules())
         for path, child in list(parents.items()):
             maker = makers.get(type(child))
@@ -289,10 +342,58 @@ class Taps:
             return tape.record(AttentionCall("attention", (q, k, v), output, float(scale), cap))
 
         original = mx.fast.scaled_dot_product_attention, capped.attention
+
+        def delta(
+            q: mx.array,
+            k: mx.array,
+            v: mx.array,
+            a: mx.array,
+            b: mx.array,
+            a_log: mx.array,
+            dt_bias: mx.array,
+            state: mx.array | None = None,
+            mask: mx.array | None = None,
+            *,
+            use_kernel: bool = True,
+            lower_bound: float | None = None,
+            allow_neg_eigval: bool = False,
+        ) -> tuple[mx.array, None]:
+            beta = mx.sigmoid(b) * (2.0 if allow_neg_eigval else 1.0)
+            decay = mx.exp(a_log)
+            if lower_bound is None:
+                decay = -decay * nn.softplus(a + dt_bias)
+            else:
+                decay = lower_bound * mx.sigmoid(decay * (a + dt_bias))
+            if decay.shape != beta.shape or state is not None or mask is not None:
+                raise BundleError(
+                    "the gated delta rule has a decay for each key, a first state or a mask; such "
+                    "models are not supported"
+                )
+            inputs = (q, k, v, decay, beta)
+            return tape.record(DeltaCall("delta", inputs, tape.output(tuple(v.shape)))), None
+
+        pad, concatenate = mx.pad, mx.concatenate
+
+        def padding(x: mx.array, pad_width: Any, *rest: Any, **more: Any) -> mx.array:
+            padded = pad(x, pad_width, *rest, **more)
+            if isinstance(pad_width, list) and [after for _, after in pad_width[1:]] == [0, 0]:
+                tape.padded.append((padded, x))
+            return padded
+
+        def joining(arrays: list[mx.array], axis: int = 0, **more: Any) -> mx.array:
+            joined = concatenate(arrays, axis, **more)
+            if axis == 1 and len(arrays) == 2:
+                tape.padded.append((joined, arrays[1]))
+            return joined
+
+        rules = _modules_with("gated_delta_update")
         previous, self.tape = self.tape, tape
         mx.fast.scaled_dot_product_attention = capped.attention = attention
         own = {name: getattr(nn, name) for name in self.activations}
         try:
+            mx.pad, mx.concatenate = padding, joining  # type: ignore[assignment]
+            for module in rules:
+                module.gated_delta_update = delta
             for name, function in self.activations.items():
                 setattr(nn, name, function)
             yield tape
@@ -300,7 +401,19 @@ class Taps:
             for name, function in own.items():
                 setattr(nn, name, function)
             mx.fast.scaled_dot_product_attention, capped.attention = original
+            mx.pad, mx.concatenate = pad, concatenate
+            for module, rule in rules.items():
+                module.gated_delta_update = rule
             self.tape = previous
+
+
+def _modules_with(name: str) -> dict[Any, Any]:
+    """mlx-lm's modules that have a function of this name, and what it is there."""
+    return {
+        module: getattr(module, name)
+        for path, module in [*sys.modules.items()]
+        if path.startswith("mlx_lm.models.") and hasattr(module, name)
+    }
 
 
 def _longest_list(model: nn.Module) -> tuple[str, nn.Module, str]:
@@ -328,13 +441,8 @@ def attention_windows(taps: Taps, config: dict[str, Any]) -> list[int | None]:
 
 def _window(tap: LayerTap, length: int) -> int | None:
     mask = tap.mask
-    if isinstance(mask, str) and mask == "causal":
+    if mask is None or (isinstance(mask, str) and mask == "causal"):
         return None
-    if mask is None:
-        raise BundleError(
-            f"layer {tap.index} is given no mask: it sees other tokens by other means than "
-            "attention, as state spaces and convolutions do; such models are not supported"
-        )
     if isinstance(mask, mx.array) and mask.shape == (length, length) and mask.dtype == mx.bool_:
         window = int(mask[-1].astype(mx.int32).sum().item())  # type: ignore[arg-type]
         rows, columns = mx.arange(length)[:, None], mx.arange(length)[None]

@@ -37,6 +37,7 @@ _SIZES = {
     *("model_type", "num_hidden_layers", "max_position_embeddings", "tie_word_embeddings"),
     *("n_positions", "n_ctx", "n_inner", "num_key_value_heads"),
     *("original_max_position_embeddings", "quantization", "quantization_config", IN_CONFIG),
+    *("block_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_auto_adjust_ff_dim"),
 }
 # settings that a class reads otherwise than transformers, as the order of queries, keys and values
 _OTHERWISE = {"gpt_bigcode": {"multi_query": False}}

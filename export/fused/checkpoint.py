@@ -18,7 +18,7 @@ from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
 from export.sources.families import stored_numbers, transformers_config
 from export.sources.safetensors_files import INDEX
-from export.sources.source import refuse_renamed
+from export.sources.source import refuse_renamed, turned
 from export.stored import FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.documents import safetensors_header
@@ -121,7 +121,7 @@ def _write_tensors(
 ) -> None:
     """Write a safetensors file, a slice of a tensor at a time."""
     numbers = stored_numbers(model.family, model.config)
-    shapes = {name: () if name in numbers else model.shape(name) for name in names}
+    shapes = {name: () if name in numbers else turned(model.shape(name)) for name in names}
     tensors = {name: (CODES[dtype], shape) for name, shape in shapes.items()}
     with storage_errors(path), path.open("wb") as file:
         file.write(safetensors_header(tensors, {"format": "pt"}))  # transformers asks for this word

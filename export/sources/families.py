@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 from export.sources import capped
 from export.sources.general import (
     arguments_of,
     model_class,
+    model_classes,
     model_module,
     normalised,
     text_family,
@@ -33,6 +35,7 @@ from export.sources.windows import (
 )
 from runtime.core.errors import BundleError, UsageError
 
+TEXT_TYPES = {"qwen3_5_text": "qwen3_5"}  # whose module has the text model's class too
 # classes of transformers that load a family's fused checkpoints, where its own table has another
 _CLASSES = {"gemma3_text": "Gemma3ForCausalLM"}
 # transformers' names of tensors -> mlx-lm's, where its class has no `sanitize` that renames them
@@ -114,7 +117,7 @@ def check_architecture(raw: dict[str, Any], where: str) -> str:
     given = raw.get("model_type")
     if not isinstance(given, str):
         raise BundleError(f"{where}: architecture {given!r} is not supported")
-    family: str = MODEL_REMAPPING.get(given, given)
+    family: str = {**MODEL_REMAPPING, **TEXT_TYPES}.get(given, given)
     if text := text_settings(raw, where):
         family = text_family(family, text.get("model_type"))
     model_module(family, where)
@@ -192,7 +195,7 @@ def completed_config(family: str, config: dict[str, Any], where: str = "config")
     Raises BundleError where the model class cannot be built from it.
     """
     build_model(family, config, where)
-    arguments = model_module(family, where).ModelArgs.from_dict(config)
+    arguments = model_classes(family, where)[1].from_dict(deepcopy(config))
     defaults = {
         key: value
         for key, value in vars(arguments).items()
@@ -234,9 +237,9 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
     """
     from mlx.utils import tree_flatten, tree_unflatten
 
-    module = model_module(family, where)
+    make, settings = model_classes(family, where)
     try:
-        model = module.Model(module.ModelArgs.from_dict(config))
+        model = make(settings.from_dict(deepcopy(config)))
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, AssertionError) as e:
         why = next(iter(str(e).strip().splitlines()), type(e).__name__)
         raise BundleError(

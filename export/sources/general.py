@@ -35,6 +35,7 @@ _SAME = (
         ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rms_norm_eps"),
     ),
     ("n_positions", "n_ctx"),
+    ("hidden_size", "block_dim"),
 )
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
@@ -71,6 +72,18 @@ def model_module(family: str, where: str = "config") -> ModuleType:
     return module
 
 
+def model_classes(family: str, where: str = "config") -> tuple[Any, Any]:
+    """mlx-lm's class of a family's language model, and that of its settings.
+
+    Where a module wraps a text model of its own, they are the text model's.
+    """
+    module = model_module(family, where)
+    wraps = "text_config" in inspect.signature(module.ModelArgs).parameters
+    if wraps and hasattr(module, "TextModel") and hasattr(module, "TextModelArgs"):
+        return module.TextModel, module.TextModelArgs
+    return module.Model, module.ModelArgs
+
+
 def module_names() -> list[str]:
     """The names of all modules under mlx_lm.models."""
     (folder,) = importlib.import_module("mlx_lm.models").__path__
@@ -83,7 +96,7 @@ def arguments_of(family: str) -> set[str]:
 
 
 def _parameters(family: str) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(model_module(family).ModelArgs).parameters
+    return inspect.signature(model_classes(family)[1]).parameters
 
 
 def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
@@ -245,6 +258,8 @@ def _is_finite(value: Any) -> bool:
 def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     """Settings with those of rotary positions under the names that mlx-lm's class has for them."""
     known = arguments_of(family)
+    if full.get("layer_types"):
+        full.pop("full_attn_idxs", None)  # of which transformers has made these
     nested = full.get("rope_parameters") or {}
     scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, family, where)
     base_alone = {*nested} <= {"rope_theta", "rope_type"} and "rope_theta" in known
@@ -259,6 +274,8 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
         if value is not None:
             full[next((name for name in names if name in known), names[0])] = value
     full["rope_scaling"] = checked_scaling(scope, full, where)
+    if "rope_parameters" in full and _parameters(family)["rope_parameters"].default is not None:
+        _nest_positions(full)
     if words := _LAYER_NAMES.get(family):
         full["layer_types"] = [words.get(one, one) for one in full.get("layer_types") or []]
         full["position_embedding_type"] = full.get("position_embedding_type") or "nope"
@@ -267,14 +284,43 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
         full["sliding_window_pattern"] = pattern_of(
             full.pop("layer_types"), "str" in written, where
         )
+    alternates = "layer_types" not in known and "full_attention_interval" in known
+    if alternates and (types := full.pop("layer_types", None)):
+        full["full_attention_interval"] = _interval_of(list(types), where)
     return full
+
+
+def _nest_positions(full: dict[str, Any]) -> None:
+    """Put the settings of positions where a class reads them that has own ones by default."""
+    scaling = full.pop("rope_scaling") or {}
+    nested = {**scaling, "type": scaling.get("rope_type", "default")}
+    names = (*_BASES, *_TURNED)
+    full["rope_parameters"] = nested | {key: full.pop(key) for key in names if key in full}
+
+
+def _interval_of(types: list[str], where: str) -> int:
+    """In every so many layers the last one has attention, the others the gated delta rule."""
+    interval = types.index(FULL) + 1 if FULL in types else len(types) + 1
+    expected = [
+        FULL if (at + 1) % interval == 0 else "linear_attention" for at in range(len(types))
+    ]
+    if types != expected:
+        raise BundleError(
+            f"{where}: layer_types is not one {FULL} in every {interval} layers; irregular "
+            "patterns are not supported"
+        )
+    return interval
 
 
 def _one_scope(nested: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     """The settings of rotary positions, which may be given by type of layer."""
     by_type = {key: value for key, value in nested.items() if isinstance(value, dict)}
     if not by_type or "rope_parameters" in arguments_of(family):
-        return {key: value for key, value in nested.items() if key not in by_type}
+        return {
+            key: value
+            for key, value in nested.items()
+            if key not in by_type and not key.startswith("mrope_")  # of images
+        }
     scope = dict(by_type.get(FULL) or next(iter(by_type.values())))
     plain = {"rope_type": "default", "rope_theta": scope.get("rope_theta")}
     alike = (scope, plain) if family in _SCALES_FULL_ALONE else (scope,)
@@ -341,6 +387,35 @@ def tensors_made(model: Any, shapes: Mapping[str, tuple[int, ...]], where: str) 
     return made
 
 
+def shifts(model: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, float]:
+    """What `sanitize` adds to tensors of one axis, by name: Qwen 3.5's norms, to which it adds 1.
+
+    Raises BundleError where it does not understand tensors of these shapes.
+    """
+    import mlx.core as mx
+
+    if not hasattr(model, "sanitize"):
+        return {}
+
+    def made_of(value: float) -> dict[str, Any]:
+        one = mx.array(value)
+        return {name: mx.broadcast_to(one, shape) for name, shape in shapes.items()}
+
+    try:
+        from_zeros, from_ones = (model.sanitize(made_of(value)) for value in (0.0, 1.0))
+    except (LookupError, ValueError, TypeError, AttributeError) as e:
+        raise BundleError(f"{where}: mlx-lm cannot read these tensors: {e!r:.200}") from e
+    found = {}
+    for name, array in from_zeros.items():
+        if array.ndim == 1 and name in shapes:
+            added, other = (float(one[0].item()) for one in (array, from_ones[name]))
+            if other != added + 1:
+                raise BundleError(f"{where}: mlx-lm multiplies {name}, which is not supported")
+            if added:
+                found[name] = added
+    return found
+
+
 def _rows_of(
     rows: Any, columns: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
 ) -> Made | None:
@@ -362,8 +437,11 @@ def _rows_of(
     return Made(source, first, len(numbers))
 
 
-# dropout, numbers of tokens, and blocks that are refused where there are any
-_NEUTRAL = re.compile("drop|_token_id$|_token_index$|_token_ids$|^mamba_|^router_")
+# dropout, numbers of tokens, how training began, blocks that are refused where there are any, and
+# what LFM2 repeats
+_NEUTRAL = re.compile(
+    "drop|_token_id$|_token_index$|_token_ids$|_init_scale$|^mamba_|^router_|^block_norm_eps$"
+)
 
 
 def is_neutral_name(key: str) -> bool:

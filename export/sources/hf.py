@@ -6,6 +6,7 @@ The weights may be floats or quantized by MLX.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from export.sources.families import (
     parameter_shapes,
     text_config,
 )
-from export.sources.general import completed, tensors_made
+from export.sources.general import completed, shifts, tensors_made
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
 from export.sources.safetensors_files import (
     FLOAT_TYPES,
@@ -31,7 +32,15 @@ from export.sources.safetensors_files import (
     read_json,
 )
 from export.sources.settings import unknown_settings
-from export.sources.source import INSIDE, RENAMED, Checkpoint, check_tensors, first_names, slices
+from export.sources.source import (
+    INSIDE,
+    RENAMED,
+    Checkpoint,
+    check_tensors,
+    first_names,
+    slices,
+    turned,
+)
 from export.sources.tokenizer import folder_tokenizer
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_CONFIG, checked
@@ -120,10 +129,11 @@ class HFCheckpoint(Checkpoint):
         self.warnings, self.given = warnings, text
 
     def rows(self, name: str, start: int, stop: int) -> F32:
-        self._check_rows(name, start, stop)
+        shape = self._check_rows(name, start, stop)
         layout = self._layouts.get(name)
         if layout is None:
-            return self._tensors[name].rows(start, stop).astype(np.float32, copy=False)
+            values = self._tensors[name].rows(start, stop).astype(np.float32, copy=False)
+            return values.reshape(stop - start, *shape[1:])  # of filters, see `turned`
         return self.quantized_rows(name, start, stop).values(layout.form)
 
     def quantized_form(self, name: str) -> QuantizedForm | None:
@@ -185,6 +195,8 @@ class HFCheckpoint(Checkpoint):
                     f"{', '.join(FLOAT_TYPES)} and MLX's affine quantization"
                 )
             shapes[name] = tensor.shape if layout is None else matrix_shape(tensor, layout.bits)
+            if shapes[name] == turned(expected.get(name, ())):
+                shapes[name] = expected[name]
         return shapes
 
 
@@ -229,6 +241,9 @@ def _language_model(
             else tensors[part.source].part(part.first, part.rows)
             for name, part in made.items()
         }
+    elif any(tensors[name].shape != shape for name, shape in expected.items() if name in tensors):
+        added = shifts(model, {name: tensor.shape for name, tensor in tensors.items()}, where)
+        tensors |= {name: replace(tensors[name], shift=shift) for name, shift in added.items()}
     parts = _parts(expected)
     others = [tensor.name for name, tensor in tensors.items() if not name.startswith(parts)]
     tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(parts)}

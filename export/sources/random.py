@@ -41,6 +41,36 @@ def _gemma(
     }  # fmt: skip
 
 
+def _lfm(
+    hidden: int, inner: int, layers: int, heads: int, kv: int, full: list[int]
+) -> dict[str, Any]:
+    kinds = ["full_attention" if index in full else "conv" for index in range(layers)]
+    return {
+        "model_type": "lfm2", "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "layer_types": kinds, "conv_L_cache": 3, "conv_bias": False, "vocab_size": 65536,
+        "max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1e6,
+        "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
+def _qwen35(
+    hidden: int, inner: int, layers: int, heads: int, kv: int, rule: tuple[int, int, int, int]
+) -> dict[str, Any]:
+    """`rule`: key heads and value heads of the gated delta rule, and the widths of a head."""
+    return {
+        "model_type": "qwen3_5_text", "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "head_dim": 256, "linear_num_key_heads": rule[0], "linear_num_value_heads": rule[1],
+        "linear_key_head_dim": rule[2], "linear_value_head_dim": rule[3],
+        "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "vocab_size": 248320,
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+        },
+    }  # fmt: skip
+
+
 _TINY: dict[str, Any] = {"vocab_size": 320, "max_position_embeddings": 1024}
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": _qwen("qwen2", 896, 4864, 24, 14, 2),
@@ -68,6 +98,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "lfm2-350m": _lfm(1024, 4608, 16, 16, 8, [2, 5, 8, 10, 12, 14]),
+    "qwen3.5-0.8b": _qwen35(1024, 3584, 24, 8, 2, (16, 16, 128, 128)),
     "tiny-qwen2": {**_qwen("qwen2", 128, 192, 2, 4, 2), **_TINY},
     "tiny-qwen3": {**_qwen("qwen3", 128, 192, 2, 4, 2), **_TINY, "head_dim": 64},
     "tiny-llama": {
@@ -75,6 +107,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_TINY,
         "rope_theta": 1e4,
         "tie_word_embeddings": False,
+    },
+    "tiny-lfm2": {**_lfm(128, 192, 3, 4, 2, [1]), **_TINY, "rope_theta": 1e4},
+    "tiny-qwen3_5": {
+        **_qwen35(128, 192, 3, 4, 2, (2, 4, 24, 32)),
+        **_TINY,
+        "head_dim": 32,
+        "full_attention_interval": 2,
+        "rms_norm_eps": 1e-3,
     },
     # sliding, global, sliding; windows narrower than the shortest sequences that tests use
     "tiny-gemma3": {
@@ -111,8 +151,12 @@ class RandomCheckpoint(Checkpoint):
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         shape = self._check_rows(name, start, stop)
+        if len(shape) == 3:  # a filter for each channel, with a gain of about 1
+            return self._noise(name, 0, shape)[start:stop] / np.float32(sqrt(prod(shape[1:])))
         if len(shape) == 1:
             noise = self._noise(name, 0, shape)[start:stop]
+            if name.endswith((".A_log", ".dt_bias")):  # states that fade over tens of tokens
+                return noise - np.float32(2)
             if name.endswith(".bias"):
                 return noise * np.float32(_BIAS_STD)
             return noise * np.float32(_NORM_STD) + np.float32(NORM_NEUTRAL.get(self.family, 1.0))

@@ -32,7 +32,8 @@ _READ_AS = {"F32": np.float32, "F16": np.float16, "BF16": np.float32, "U32": np.
 class StoredTensor:
     """A tensor of a file: its name there, safetensors' name of its type, its shape (of a number 1).
 
-    Or some of its rows, from `first` on, or all of it, transposed.
+    Or some of its rows, from `first` on, or all of it, transposed; and what mlx-lm adds to its
+    values.
     """
 
     name: str
@@ -45,6 +46,8 @@ class StoredTensor:
     def transposed(self) -> StoredTensor:
         """The whole tensor, transposed."""
         return replace(self, shape=self.shape[::-1], is_transposed=True)
+
+    shift: float = 0.0  # is added to all values
 
     def part(self, first: int, rows: int) -> StoredTensor:
         """So many rows of it, from `first` on."""
@@ -66,7 +69,8 @@ class StoredTensor:
             rows = view[self.first + start : self.first + stop]
         else:  # a number is a vector of one
             rows = self._file.get_tensor(self.name).reshape(1)
-        return rows.astype(read_as, copy=False)
+        rows = rows.astype(read_as, copy=False)
+        return rows.astype(np.float32) + np.float32(self.shift) if self.shift else rows
 
 
 class SafetensorsFile:

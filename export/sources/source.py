@@ -59,7 +59,7 @@ class Checkpoint(ABC):
         return list(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """(out, in) or (dim,), also of a tensor that the file has as words of integers."""
+        """(out, in), (dim,) or, of filters, (dim, width, 1); also where a file has integers."""
         if name not in self._shapes:
             raise BundleError(f"{self.provenance['name']}: there is no tensor {name!r}")
         return self._shapes[name]
@@ -110,6 +110,11 @@ def refuse_renamed(provenance: Mapping[str, Any], what: str) -> None:
             f"{what}: {provenance['name']} has other tensors in transformers than in mlx-lm, and "
             "these are not turned back; mlx-lm reads its adapter (ondevice adapter --to mlx)"
         )
+
+
+def turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in transformers of a tensor of mlx-lm: filters (C, width, 1) are (C, 1, width)."""
+    return (shape[0], shape[2], shape[1]) if len(shape) == 3 else shape
 
 
 def slices(rows: int, columns: int) -> Iterator[tuple[int, int]]:

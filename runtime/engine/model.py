@@ -28,7 +28,7 @@ from runtime.operations.embedding_kernel import POSITIONS, TOKENS
 from runtime.operations.head_kernel import HeadKernel, HeadResult, Targets
 from runtime.operations.kernel import Observe, Tools
 from runtime.operations.logits_kernel import LogitsKernel, Shaping
-from runtime.operations.values import POSITION, gradient_of
+from runtime.operations.values import COUNT, POSITION, gradient_of
 from runtime.plan.lower import LoweredBlock, LoweredModel
 
 Positions = npt.NDArray[np.int64]
@@ -179,17 +179,24 @@ class Model:
         xs: list[mx.array],
         loras: Loras,
         positions: Sequence[int],
+        counts: Sequence[int],
         cache: Values,
     ) -> list[mx.array]:
         """A layer's outputs (1, bucket, D) of parts of one sequence, in order; `xs` is emptied.
 
-        `positions` are those of the first token of each part. `cache` holds the layer's keys and
-        values of earlier tokens, to which those of these tokens are added.
+        `positions` are those of the first token of each part, `counts` how many of its tokens are
+        not padding. `cache` holds what the layer keeps of earlier tokens, such as their keys and
+        values, to which those of these tokens are added.
         """
         name = self._lowered[block].program.input
         lanes: list[Values] = [
-            {name: x, POSITION: mx.array(position, mx.int32), **cache}
-            for x, position in zip(xs, positions, strict=True)
+            {
+                name: x,
+                POSITION: mx.array(position, mx.int32),
+                COUNT: mx.array(count, mx.int32),
+                **cache,
+            }
+            for x, position, count in zip(xs, positions, counts, strict=True)
         ]
         xs.clear()
         return self._forward(block, lanes, [loras] * len(lanes))

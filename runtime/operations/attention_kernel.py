@@ -227,7 +227,7 @@ class AttentionKernel:
             scale, window = operation.scale, operation.window
             watch_keys(own, operation.prefix, k, v, self.tools.arrays)
             prefix = Prefix.of(own.get(operation.prefix), k.shape[1], self.tools.arrays)
-            starts, cap = _starts(values), operation.cap
+            starts, cap = starts_of(values), operation.cap
             out, sums = self.blocks.forward(q, k, v, scale, window, starts, prefix, cap)
             self.tools.arrays.settle(out, sums)
             values[operation.outputs[0]] = out
@@ -249,7 +249,7 @@ class AttentionKernel:
             values[f"~{output}"],
             operation.scale,
             operation.window,
-            _starts(values),
+            starts_of(values),
             prefix,
             operation.cap,
         )
@@ -259,7 +259,7 @@ class AttentionKernel:
         return dict(zip(operation.inputs, (dq, dk, dv), strict=True))
 
 
-def _starts(values: Values) -> Starts | None:
+def starts_of(values: Values) -> Starts | None:
     """Where each token's row starts; None in a sequence that is one row.
 
     MLX made the array of NumPy's values, so nothing is waited for.

@@ -185,6 +185,8 @@ class Operation(
     """Whether schedules run its backward."""
     takes_parameters: ClassVar[bool] = False
     """Whether inputs may be parameters."""
+    rewinds: ClassVar[bool] = True
+    """Whether what it keeps while it decodes tells what preceded any of the last tokens."""
     cheap: ClassVar[bool] = False
     """Whether recomputing its results where they are read costs next to nothing."""
 

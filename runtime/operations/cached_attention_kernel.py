@@ -36,12 +36,8 @@ class Ring:
 
     def write(self, k: mx.array, v: mx.array, position: int) -> None:
         """Put k (1, K, T, D) and v (1, K, T, E) of the tokens from `position` on, T at most S."""
-        start, tokens = position % self.slots, k.shape[2]
-        first = min(tokens, self.slots - start)
         for ring, new in ((self.keys, k), (self.values, v)):
-            self.arrays.put(ring, _rows(start, start + first), new[_rows(0, first)])
-            if first < tokens:
-                self.arrays.put(ring, _rows(0, tokens - first), new[_rows(first, tokens)])
+            put_in_ring(ring, new, position, self.arrays)
 
     def positions(self, written: int) -> npt.NDArray[np.int64]:
         """Where the tokens in the used slots are in the sequence, if `written` were written."""
@@ -91,6 +87,16 @@ class Ring:
         out = out / total
         self.arrays.settle(out)
         return out.reshape(1, heads, tokens, -1)
+
+
+def put_in_ring(ring: mx.array, new: mx.array, position: int, arrays: Arrays) -> None:
+    """Write tokens (1, K, T, D) from `position` on to their slots of a ring (1, K, S, D)."""
+    slots, tokens = ring.shape[2], new.shape[2]
+    start = position % slots
+    first = min(tokens, slots - start)
+    arrays.put(ring, _rows(start, start + first), new[_rows(0, first)])
+    if first < tokens:
+        arrays.put(ring, _rows(0, tokens - first), new[_rows(first, tokens)])
 
 
 def _rows(start: int, stop: int) -> tuple[slice, slice, slice]:

@@ -9,11 +9,15 @@ from runtime.operations.attention_kernel import AttentionKernel
 from runtime.operations.base import Operation
 from runtime.operations.cached_attention import CachedAttention
 from runtime.operations.cached_attention_kernel import CachedAttentionKernel
+from runtime.operations.convolution import CachedConvolution, Convolution
+from runtime.operations.convolution_kernel import CachedConvolutionKernel, ConvolutionKernel
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.elementwise_kernel import ElementwiseKernel
 from runtime.operations.embedding import Embedding
 from runtime.operations.embedding_kernel import EmbeddingKernel
 from runtime.operations.gated import Gated
+from runtime.operations.gated_delta import CachedGatedDelta, GatedDelta
+from runtime.operations.gated_delta_kernel import CachedGatedDeltaKernel, GatedDeltaKernel
 from runtime.operations.gated_kernel import GatedKernel
 from runtime.operations.kernel import Kernel, Tools
 from runtime.operations.linear import Linear
@@ -27,9 +31,13 @@ KERNELS: dict[type[Operation], Callable[[Tools], Kernel]] = {
     Embedding: EmbeddingKernel,
     Linear: LinearKernel,
     Attention: AttentionKernel,
+    Convolution: ConvolutionKernel,
+    GatedDelta: GatedDeltaKernel,
     Elementwise: ElementwiseKernel,
     Gated: GatedKernel,
     Placed: PlacedKernel,
     CachedAttention: CachedAttentionKernel,
+    CachedConvolution: CachedConvolutionKernel,
+    CachedGatedDelta: CachedGatedDeltaKernel,
     SlicedMlp: SlicedMlpKernel,
 }

@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from runtime.arrays.stored import Record
 from runtime.operations.attention import Attention
 from runtime.operations.base import Operation
+from runtime.operations.convolution import Convolution
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.embedding import Embedding
+from runtime.operations.gated_delta import GatedDelta
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear
 from runtime.operations.values import Shape
 
-StoredOperation = Embedding | Linear | Attention | Elementwise | Head
+StoredOperation = Embedding | Linear | Attention | Convolution | GatedDelta | Elementwise | Head
 """The operations that a bundle may hold; by their tags a manifest is decoded."""
 
 
@@ -47,6 +49,11 @@ class Program:
             for operation in self.operations
             for name, shape in operation.cached(self.values).items()
         }
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether a sequence that it decodes may go on from one of its last tokens but the last."""
+        return all(operation.rewinds for operation in self.operations)
 
 
 class BlockType(Record, frozen=True):

@@ -11,6 +11,7 @@ MOST_TILE_TOKENS, LEAST_TILE_TOKENS = 64, 16
 CHUNK_TOKENS = 16  # of a prompt, which are decoded at once
 DECODED_TOKENS = (1, CHUNK_TOKENS)  # which graphs for decoding take
 POSITION = "@position"  # of the first token decoded, an int32 (no program can name a value so)
+COUNT = "@count"  # of the tokens decoded that are no padding, an int32
 F32 = 4  # bytes of a float32, which every value of a program is made of
 
 

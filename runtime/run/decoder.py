@@ -31,7 +31,10 @@ class Decoder:
         self.session, self.adapters = session, adapters
         self.tokens: list[int] = []
         self._written = 0  # tokens whose keys have been written, padding among them
-        self._cache = session.decoding(CHUNK_TOKENS).new_cache()
+        model = session.decoding(CHUNK_TOKENS)
+        self._cache = model.new_cache()
+        self._rewinds = all(layer.program.rewinds for layer in model.lowered.layers)
+        self._is_whole = True  # whether all layers have seen the same tokens
 
     @property
     def context(self) -> int:
@@ -84,8 +87,11 @@ class Decoder:
     def _holds_what_precedes(self, position: int) -> bool:
         """Whether every layer still has the keys that a token at this position sees.
 
-        A ring that has gone round has lost all but its window before the last chunk.
+        A ring that has gone round has lost all but its window before the last chunk. A state is
+        that after the last token, and of no use where a pass did not come to its end.
         """
+        if not self._rewinds:
+            return self._is_whole and position == len(self.tokens)
         slots = min(array.shape[2] for values in self._cache.values() for array in values.values())
         return self._written <= slots or self._written - position <= CHUNK_TOKENS
 
@@ -94,15 +100,18 @@ class Decoder:
         bucket = 1 if len(tokens) == 1 else CHUNK_TOKENS
         model, first = self.session.decoding(bucket), len(self.tokens)
         chunks = [np.array(tokens[at : at + bucket]) for at in range(0, len(tokens), bucket)]
+        counts = list(map(len, chunks))
         positions = [first + at for at in range(0, len(tokens), bucket)]
+        self._is_whole = False
         with visit(model, 0):
             pairs = zip(chunks, positions, strict=True)
             xs = [model.embed(chunk, first=position) for chunk, position in pairs]
         for layer in visits(model):
             block = layer.block
             loras = self.adapters.loras(block)
-            xs = model.decode_lanes(block, xs, loras, positions, self._cache[block])
+            xs = model.decode_lanes(block, xs, loras, positions, counts, self._cache[block])
         self.tokens += tokens
+        self._is_whole = True
         self._written = max(self._written, positions[-1] + bucket)
         if not wanted:
             return None

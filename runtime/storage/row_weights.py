@@ -70,9 +70,8 @@ class RowWeights:
         self._names = {m.packed.offset: f"{name}.weight" for name, m in manifest.matrices.items()}
 
     def vector(self, name: str) -> mx.array:
-        """A norm weight or bias, float32."""
-        (size,) = self.manifest.vectors[name].shape
-        return mx.array(self.reader.rows(name, 0, size))
+        """A norm weight, bias or filter, float32."""
+        return mx.array(self.reader.rows(name, 0, self.manifest.vectors[name].shape[0]))
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> FloatTile:
         """Rows start:stop of a matrix."""

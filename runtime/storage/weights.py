@@ -87,13 +87,13 @@ class Weights:
         return _copied(octets.view(NUMPY[extent.dtype])[places], extent.dtype)
 
     def vector(self, name: str) -> mx.array:
-        """A norm weight or bias, float32."""
+        """A norm weight, bias or filter, float32."""
         extent = self.manifest.vectors[name]
         if self.assembly is None:
             return self._floats(extent, 0, extent.shape[0])
         if not self._vectors:
             self._vectors = self._all_vectors(self.assembly)
-        return _copied(self._vectors[name], extent.dtype)
+        return _copied(self._vectors[name].reshape(extent.shape), extent.dtype)
 
     def _all_vectors(self, assembly: Assembly) -> dict[str, npt.NDArray[np.generic]]:
         """All vectors, which stay in memory: fetched by themselves, each would take a layer."""

@@ -9,7 +9,7 @@ from typing import Any
 from mlx_lm.utils import MODEL_REMAPPING
 
 from export.cut.unread import another_value
-from export.sources.families import check_architecture, has_list, text_config
+from export.sources.families import TEXT_TYPES, check_architecture, has_list, text_config
 from export.sources.general import (
     arguments_of,
     completed,
@@ -37,7 +37,8 @@ SIZES: Settings = {
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rotary_dim": 8},
     **{"dim_model_base": 32, "n_shared_head": 2, "shared_intermediate_size": 96},
     **{"q_lora_rank": 24, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
-    **{"v_head_dim": 16, "query_pre_attn_scalar": 24},
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 24},
+    **{"linear_value_head_dim": 16, "v_head_dim": 16, "query_pre_attn_scalar": 24},
 }
 # what the classes that transformers has not need besides
 OTHERS: Settings = {
@@ -62,6 +63,10 @@ OF_TYPE: dict[str, Settings] = {
     **{name: {"n_inner": None} for name in ("gptj", "gpt2")},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "minicpm3": {"rope_parameters": LONG, "tie_word_embeddings": False, "num_key_value_heads": 4},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "full_attn_idxs": None},
+    # its norms of outputs near 0 enlarge errors of rounding: with 1e-6 transformers is as far as
+    # 2e-5 from float64
+    "qwen3_5_text": {"rms_norm_eps": 1e-3},
     "granitemoehybrid": {
         "layer_types": ["full_attention"] * 4,
         "num_local_experts": 0,
@@ -90,7 +95,7 @@ def model_types() -> list[str]:
     elsewhere = [
         name for name, module in MODEL_REMAPPING.items() if completed({"model_type": name})
     ]
-    return sorted({*module_names(), *elsewhere} - {"__init__"})
+    return sorted({*module_names(), *elsewhere, *TEXT_TYPES} - {"__init__"})
 
 
 def is_model(model_type: str) -> bool:

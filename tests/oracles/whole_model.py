@@ -277,6 +277,24 @@ def attention(
     return mx.softmax(scores, axis=-1) @ v
 
 
+def convolution(
+    x: mx.array, w: mx.array, bias: mx.array | None, numbers: mx.array | None = None
+) -> mx.array:
+    """y (T, C) of x (T, C), by a matrix (T, T) for each channel of the filters w (C, width, 1).
+
+    `numbers` (T,) has the number of each token's row, in a sequence of packed rows.
+    """
+    back = mx.arange(len(x))[:, None] - mx.arange(len(x))[None]
+    width = w.shape[1]
+    allowed = (back >= 0) & (back < width)
+    if numbers is not None:
+        allowed = allowed & (numbers[:, None] == numbers[None])
+    factors = mx.take(w[:, :, 0], mx.clip(width - 1 - back, 0, width - 1).reshape(-1), axis=1)
+    matrices = mx.where(allowed, factors.reshape(-1, *back.shape), 0)  # (C, T, T)
+    y = (matrices @ x.T[:, :, None])[..., 0].T
+    return y if bias is None else y + bias
+
+
 def head(
     h: mx.array,
     w: mx.array,

@@ -20,7 +20,7 @@ from runtime.bundle.store import MANIFEST, WEIGHTS, Bundle
 from runtime.storage.weights import Weights
 from support.bundles import links, runnable
 from support.lengths import pairs
-from support.models import FAMILIES
+from support.models import FAMILIES, MIXERS
 
 
 class Layout(NamedTuple):
@@ -49,8 +49,8 @@ STORED = [(family, layouts) for family in FAMILIES for layouts in ("", "mixed")]
 """Every family with its matrices as they were exported, and in all layouts in one model."""
 
 
-STORED_IN_TURN = pairs(FAMILIES, ("", "mixed"))
-"""The same; half of them, of which one of each family, in the gate."""
+STORED_IN_TURN = [*pairs(FAMILIES, ("", "mixed")), *((family, "") for family in MIXERS)]
+"""The same; half of them, of which one of each family, in the gate; and what is no attention."""
 
 
 def relaid(bundle: Bundle, folder: Path, layouts: list[Layout]) -> Bundle:

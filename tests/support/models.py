@@ -33,11 +33,13 @@ Rng = np.random.Generator
 Tiny = Callable[..., Bundle]
 
 FAMILIES = ("qwen2", "qwen3", "gemma3", "llama")
-each_family = pytest.mark.parametrize(
-    "family",
-    # Gemma 3 has norms of queries and keys too, and is otherwise further from Qwen 2
-    [pytest.param(one, marks=pytest.mark.slow) if one == "qwen3" else one for one in FAMILIES],
-)
+MIXERS = ("lfm2", "qwen3_5")  # with layers that see other tokens by other means than attention
+# Gemma 3 has norms of queries and keys too, and is otherwise further from Qwen 2
+_IN_TURN = [
+    pytest.param(one, marks=pytest.mark.slow) if one == "qwen3" else one for one in FAMILIES
+]
+each_family = pytest.mark.parametrize("family", _IN_TURN)
+each_with_mixers = pytest.mark.parametrize("family", [*_IN_TURN, *MIXERS])
 BUCKETS = (16, 32, 64)
 LENGTHS = (96, 128)  # two tiles of 48, two of 64
 CLOSE = 1e-5

@@ -13,6 +13,7 @@ run (`runtime.storage.slots`); a version is the number of steps that a block has
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -54,8 +55,7 @@ def trained_tensors(manifest: Manifest) -> list[dict[str, tuple[int, int, str]]]
     of_blocks: list[dict[str, tuple[int, int, str]]] = [{} for _ in manifest.blocks]
     for name, index in users.items():
         if name in manifest.vectors:
-            (size,) = manifest.vectors[name].shape
-            of_blocks[index][name] = (1, size, "float32")
+            of_blocks[index][name] = (1, math.prod(manifest.vectors[name].shape), "float32")
         else:
             matrix = manifest.matrices[name]
             of_blocks[index][name] = (matrix.rows, matrix.columns, matrix.packed.dtype)
@@ -167,7 +167,7 @@ class FullWeights:
         if visit is None or visit.index != self.owner[name]:
             value = value.copy()
             self._apply(name, _FIRST, value)
-        return mx.array(value[0])
+        return mx.array(value.reshape(self.manifest.vectors[name].shape))
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> FloatTile:
         """Rows start:stop of a matrix with all updates; in a visit they are also written."""
@@ -306,7 +306,7 @@ class FullWeights:
         whole = self._whole[index]
         if whole is None:
             if name in self.manifest.vectors:
-                out[0] = view(self.base.vector(name))
+                out[0] = view(self.base.vector(name)).reshape(-1)
             else:
                 tile = self.base.tile(self.manifest.matrices[name], start, stop)
                 assert isinstance(tile, FloatTile)
@@ -404,7 +404,7 @@ class Perturbation:
     by: float
 
     def vector(self, name: str, value: mx.array) -> mx.array:
-        return self._moved(name, _FIRST, value[None])[0]
+        return self._moved(name, _FIRST, value.reshape(1, -1)).reshape(value.shape)
 
     def tile(self, matrix: Matrix, start: int, values: mx.array) -> mx.array:
         chosen = np.arange(start, start + values.shape[0])

@@ -8,7 +8,13 @@ import mlx.core as mx
 import pytest
 from model_types.tiny import tiny
 
-from export.sources.families import check_architecture, normalise_config, text_config
+from export.cut.unread import unread
+from export.sources.families import (
+    check_architecture,
+    expected_shapes,
+    normalise_config,
+    text_config,
+)
 from export.sources.general import Made, normalised, tensors_made
 from export.sources.settings import unknown_settings
 from runtime.core.errors import BundleError
@@ -136,3 +142,23 @@ def test_settings_of_text_beside_those_of_a_tower_are_found() -> None:
 def test_a_damaged_text_config_is_refused(text: Any) -> None:
     with pytest.raises(BundleError):
         normalise_config({"model_type": "llava", "text_config": text}, "x", False)
+
+
+# what LFM2 350M's config.json says beside the sizes that every model has
+PUBLISHED_LFM2 = {
+    "block_auto_adjust_ff_dim": True, "block_dim": 64, "block_ff_dim": 96,
+    "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 16,
+    "block_norm_eps": 1e-5, "block_out_init_scale": 1.0, "block_use_swiglu": True,
+    "conv_L_cache": 3, "conv_bias": False, "conv_dim": 64, "full_attn_idxs": [1, 3],
+    "norm_eps": 1e-5, "rope_theta": 1e6, "theta": 1e6, "use_pos_enc": True,
+}  # fmt: skip
+
+
+def test_lfm2_is_read_as_its_makers_write_it() -> None:
+    raw = {"model_type": "lfm2", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 320}
+    raw |= {"num_attention_heads": 4, "num_key_value_heads": 2, **PUBLISHED_LFM2}
+    config = normalised(raw, "lfm2", "x", False)
+    assert config["layer_types"] == ["conv", "full_attention"] * 2
+    assert expected_shapes("lfm2", config)["model.layers.0.feed_forward.w1.weight"] == (64, 64)
+    assert "block_use_swiglu" in unknown_settings("lfm2", raw, "x")  # which a warning names
+    assert not unread("lfm2", config, raw, "x")

@@ -6,6 +6,7 @@ import gc
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from oracles import whole_model as reference
+from oracles.delta_rule import gated_delta
 from support.bundles import Rng
 
 from runtime.arrays.arrays import Arrays, CpuArrays, arrays_for
@@ -21,8 +23,11 @@ from runtime.arrays.dequantize import SIDE_BY_SIDE, dense, join, split
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.stored import Extent, Matrix
 from runtime.arrays.values import Lora
+from runtime.operations import convolution_kernel
 from runtime.operations.attention_kernel import AttentionBlocks
 from runtime.operations.base import materialized_bytes
+from runtime.operations.gated_delta import CHUNK, SEGMENT, states_kept
+from runtime.operations.gated_delta_kernel import DeltaRule
 from runtime.operations.head_kernel import HeadKernel
 from runtime.operations.linear_kernel import LoraProducts
 from runtime.operations.logits_kernel import LogitsKernel, Shaping
@@ -410,6 +415,64 @@ def test_rows_before_a_block_of_queries_cost_nothing(rng: Rng, arrays: Arrays) -
         assert mx.isfinite(one[:, :, 8:]).all()
 
 
+# --- gated delta rule -------------------------------------------------------------------------
+
+
+def of_rule(rng: Rng, length: int, groups: int, heads: int) -> list[mx.array]:
+    """q, k, v, log a and b as models have them: keys of length 1, decays from none to nearly all.
+
+    Keys are alike, so that a state that is not corrected by what it holds would grow.
+    """
+    width, value_width = (int(n) for n in rng.integers(1, 20, 2))
+    q, k = (normal(rng, 1, length, groups, width) for _ in range(2))
+    k = k + float(rng.choice([0, 3]))
+    k = k / mx.linalg.norm(k, axis=-1, keepdims=True)
+    v = normal(rng, 1, length, heads, value_width)
+    decay = -0.1 * mx.exp(2 * normal(rng, 1, length, heads))
+    return [q, k, v, decay, mx.sigmoid(normal(rng, 1, length, heads))]
+
+
+@pytest.mark.parametrize(("heads", "groups", "packed"), [(1, 1, True), (4, 2, False), (4, 2, True)])
+def test_the_gated_delta_rule_and_its_backward(
+    rng: Rng, arrays: Arrays, heads: int, groups: int, packed: bool
+) -> None:
+    """Over part of a chunk, and over more than two segments, token by token and by autograd."""
+    for length in (int(rng.integers(1, CHUNK)), 2 * CHUNK * SEGMENT + 9):
+        inputs = of_rule(rng, length, groups, heads)
+        dy = normal(rng, *inputs[2].shape)
+        numbers = np.sort(rng.integers(0, 4, length)) if packed else np.zeros(length, int)
+        starts = np.searchsorted(numbers, numbers).astype(np.int32)
+        begins = {*starts.tolist()}
+        (expected,), gradients = mx.vjp(lambda *x, rows=begins: gated_delta(*x, rows), inputs, [dy])
+        rule = DeltaRule(arrays)
+        y, states = rule.forward(inputs, starts if packed else None, keeps=True)
+        close(y, expected)
+        assert len(states) <= states_kept(length)
+        found = rule.backward(inputs, states, dy, starts if packed else None)
+        for mine, theirs in zip(found, gradients, strict=True):
+            floor = 1e-6 * float(mx.linalg.norm(dy.reshape(-1)))  # one token has no past to forget
+            assert mine.shape == theirs.shape
+            difference = float(mx.linalg.norm((mine - theirs).reshape(-1)))
+            assert difference <= CLOSE * float(mx.linalg.norm(theirs.reshape(-1))) + floor
+
+
+def test_the_gated_delta_rule_does_not_read_the_rows_beside(rng: Rng, arrays: Arrays) -> None:
+    """A packed row has the bits of the row alone, whatever other rows hold."""
+    ends = [CHUNK // 2, 3 * CHUNK, 8 * CHUNK]  # the last row has more than one segment
+    starts = np.repeat([0, *ends[:-1]], np.diff([0, *ends])).astype(np.int32)
+    inputs, rule = of_rule(rng, ends[-1], 1, 2), DeltaRule(arrays)
+    dy = normal(rng, *inputs[2].shape)
+    y, states = rule.forward(inputs, starts, keeps=True)
+    found = rule.backward(inputs, states, dy, starts)
+    for start, stop in pairwise([0, *ends]):
+        own = [array[:, start:stop] for array in inputs]
+        alone, kept = rule.forward(own, None, keeps=True)
+        assert mx.array_equal(y[:, start:stop], alone)
+        gradients = rule.backward(own, kept, dy[:, start:stop])
+        for mine, theirs in zip(found, gradients, strict=True):
+            assert mx.array_equal(mine[:, start:stop], theirs)
+
+
 # --- arrays -----------------------------------------------------------------------------------
 
 
@@ -454,6 +517,39 @@ def test_parts_of_arrays_are_put_added_and_taken(rng: Rng, arrays: Arrays) -> No
         np.array(found), (part * 2 - mean) * weights * 0.3, rtol=1e-4, atol=1e-5
     )
     np.testing.assert_allclose(np.array(whole), x, rtol=1e-5, atol=1e-6)
+
+
+# --- convolution ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 3, 7])
+@pytest.mark.parametrize("packed", [False, True])
+def test_convolution_and_its_backward(rng: Rng, arrays: Arrays, width: int, packed: bool) -> None:
+    """Over rows shorter than the filter, and over more than two tiles of tokens."""
+    for length in (int(rng.integers(1, 8)), int(rng.integers(130, 150))):
+        channels = int(rng.integers(1, 20))
+        x, dy = normal(rng, length, channels), normal(rng, length, channels)
+        w = normal(rng, channels, width, 1)
+        bias = normal(rng, channels) if rng.random() < 0.5 else None
+        numbers = np.sort(rng.integers(0, 1 + length // 4, length)) if packed else None
+        starts = None if numbers is None else np.searchsorted(numbers, numbers).astype(np.int32)
+        of_rows = None if numbers is None else mx.array(numbers)
+        (y,), (dx,) = mx.vjp(
+            lambda x, w=w, b=bias, rows=of_rows: reference.convolution(x, w, b, rows), [x], [dy]
+        )
+        close(convolution_kernel.forward(x, w, bias, starts, arrays), y)
+        close(convolution_kernel.backward(dy, w, starts, arrays), dx)
+
+
+def test_convolution_does_not_read_the_rows_beside(rng: Rng, arrays: Arrays) -> None:
+    """A packed row has the bits of the row alone, whatever other rows hold."""
+    starts = np.repeat([0, 7, 20, 26], [7, 13, 6, 4]).astype(np.int32)
+    x, dy, w = normal(rng, 30, 5), normal(rng, 30, 5), normal(rng, 5, 4, 1)
+    row = slice(7, 20)
+    alone = convolution_kernel.forward(x[row], w, None, None, arrays)
+    assert mx.array_equal(convolution_kernel.forward(x, w, None, starts, arrays)[row], alone)
+    alone = convolution_kernel.backward(dy[row], w, None, arrays)
+    assert mx.array_equal(convolution_kernel.backward(dy, w, starts, arrays)[row], alone)
 
 
 # --- head -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from support.bundles import Rng, Tiny
 from support.layouts import STORED, STORED_IN_TURN
 from support.lengths import pairs
 from support.lora import with_lora
-from support.models import LENGTHS, adapters_of, each_family, model_of
+from support.models import LENGTHS, MIXERS, adapters_of, each_family, model_of
 from support.plans import Task, demand_of, peak_model_of, task_of
 
 from runtime.bundle.store import Bundle
@@ -116,7 +116,11 @@ def check(found: Allocated, peaks: PeakModel, expected: int) -> None:
     assert NOT_FAR_UNDER * expected <= found.most <= NEVER_OVER * expected + ahead
 
 
-@pytest.mark.parametrize(("family", "layouts", "lora"), pairs(CASES, LORAS), ids=str)
+@pytest.mark.parametrize(
+    ("family", "layouts", "lora"),
+    [*pairs(CASES, LORAS), *((family, "", {}) for family in MIXERS)],
+    ids=str,
+)
 def test_a_backward_pass_allocates_what_the_plan_says(
     tiny: Tiny, rng: Rng, seed: int, family: str, layouts: str, lora: dict[str, object]
 ) -> None:

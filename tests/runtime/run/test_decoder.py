@@ -11,7 +11,7 @@ from oracles.prefix import prefix_logits
 from support.bundles import Rng, Tiny
 from support.generation import dense_logits
 from support.layouts import LAYOUTS
-from support.models import FAMILIES, adapters_of, each_family
+from support.models import FAMILIES, adapters_of, each_family, each_with_mixers
 from support.prefixes import prefix_of, with_prefix
 
 from runtime.adapters.lora import LoraSettings
@@ -72,7 +72,7 @@ def read_in_parts(decoder: Decoder, tokens: list[int], rng: Rng) -> dict[int, An
 
 
 @pytest.mark.parametrize("kind", PLANS)
-@each_family
+@each_with_mixers
 def test_logits_are_those_of_the_whole(tiny: Tiny, rng: Rng, family: str, kind: str) -> None:
     """Beyond Gemma's window of 16, beyond the longest bucket of 64, with adapters of any rank."""
     plain = tiny(family)
@@ -98,7 +98,7 @@ def test_matrices_of_any_layout_are_decoded(tiny: Tiny, rng: Rng, layouts: str) 
             assert agrees(logits, expected[end - 1])
 
 
-@pytest.mark.parametrize("family", ["gemma3", "llama"])
+@pytest.mark.parametrize("family", ["gemma3", "llama", "lfm2"])
 def test_a_sequence_that_is_taken_up_again_is_read_from_where_it_parts(
     tiny: Tiny, rng: Rng, family: str
 ) -> None:
@@ -112,9 +112,9 @@ def test_a_sequence_that_is_taken_up_again_is_read_from_where_it_parts(
         apart = (tokens[keep % 90] + 1) % bundle.manifest.vocab_size
         other = [*tokens[:keep], apart, *tokens_of(bundle, rng, 29)]
         kept = decoder.rewind(other)
-        lost = family == "gemma3" and before - keep > 16  # the window's keys have gone
+        lost = family != "llama" and before - keep > 16  # what is in the window has gone
         # with a padded last chunk, up to 15 slots more have been written
-        unsure = family == "gemma3" and before - keep > 1
+        unsure = family != "llama" and before - keep > 1
         assert kept == len(decoder.tokens)
         assert kept == 0 if lost else kept in ((0, keep) if unsure else (keep,))
         logits = decoder.read(other[kept:])
@@ -124,6 +124,20 @@ def test_a_sequence_that_is_taken_up_again_is_read_from_where_it_parts(
     again = decoder.rewind(tokens)
     assert again == len(tokens) - 1  # the last is read for its logits
     assert agrees(decoder.read(tokens[again:]), dense_logits(bundle, None, tokens)[-1])
+
+
+def test_a_state_goes_on_from_the_last_token_alone(tiny: Tiny, rng: Rng) -> None:
+    """What preceded an earlier one is not kept; then all is read again, from a state of zeros."""
+    bundle = tiny("qwen3_5")
+    adapters = Adapters.applied(to_apply(None, bundle).manifest, None)
+    decoder = Decoder(open_session(bundle, plan_of(bundle)), adapters)
+    tokens = tokens_of(bundle, rng, 60)
+    read_in_parts(decoder, tokens[:40], rng)
+    for others, kept in ((tokens[:41], 40), ([*tokens[:59], 0, 0], 0), (tokens, 0)):
+        read = decoder.rewind(others)
+        assert read == len(decoder.tokens) == kept
+        logits = decoder.read(tokens[read:])
+        assert agrees(logits, dense_logits(bundle, None, tokens)[-1])
 
 
 def test_no_more_is_read_than_the_context_holds(tiny: Tiny, rng: Rng) -> None:

@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 from support.bundles import Tiny
 from support.lengths import at_length
+from support.models import MIXERS
 from support.runs import (
     COMMAND,
     adapter,
     evaluations_of,
     here,
+    killed_and_resumed,
     metrics_of,
     ondevice,
     refuses,
@@ -195,6 +197,20 @@ def whole(bundle: Path, shared: Shared) -> Path:
         succeeds(*train_arguments(bundle, path, 12, save_every=0))
 
     return shared("a run of 12 steps", train)
+
+
+@pytest.mark.parametrize("method", ["mebp", pytest.param("mezo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", MIXERS)
+def test_runs_of_other_mixers_go_on_to_the_same_bytes(
+    tiny: Tiny, tmp_path: Path, family: str, method: str
+) -> None:
+    bundle = tiny(family).path
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    succeeds(*train_arguments(bundle, whole, 6, method=method))
+    killed_and_resumed(killed, "step 3", train_arguments(bundle, killed, 6, method=method))
+    assert adapter(killed) == adapter(whole)
+    summary = summary_of(killed)
+    assert summary["peak_footprint_bytes"] <= 1.02 * summary["predicted_peak_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""The operation Convolution: a short causal filter over tokens, one for each channel.
+
+Where a sequence holds several packed rows, a filter does not reach back into the row before. While
+decoding, the last inputs are kept in a ring, as `CachedAttention` keeps keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from runtime.arrays.stored import pages
+from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
+from runtime.operations.cached_attention import slots_of
+from runtime.operations.values import F32, MOST_TILE_TOKENS, Shape, is_parameter, shape_at
+
+MOST_WIDTH = 64  # of a filter: each token is multiplied so often
+TILE_VALUES = 1 << 16  # of tokens that are filtered at once, which stay in a processor's cache
+
+
+class Convolution(Function, frozen=True):
+    """y_t = sum over j < width of w[:, width - 1 - j] * x_(t - j) (+ b), for x, y (1, T, C).
+
+    The inputs are x, and the parameters w (C, width, 1) and, where there is one, b (C,).
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str]
+    width: int
+
+    takes_parameters: ClassVar[bool] = True
+
+    def decoding(self, context: int) -> Operation:
+        """`CachedConvolution`, which knows the last inputs."""
+        slots = slots_of(context, self.width)
+        return CachedConvolution(self.inputs, self.outputs, self.width, slots)
+
+    def working_bytes(self, call: Call, execution: Execution) -> int:
+        """A tile of tokens, as it is shifted, multiplied and added for each factor."""
+        row = call.bytes_of(self.inputs[0]) // call.tokens
+        return (self.width + 2) * row * min(call.tokens, tile_tokens(row // F32))
+
+    def allocated_bytes(self, call: Call, execution: Execution) -> int:
+        """The same of all tiles, and the array that they are joined in."""
+        return pages((3 * self.width + 2) * call.bytes_of(self.inputs[0]))
+
+    def check(
+        self,
+        where: str,
+        values: Mapping[str, Shape],
+        parameters: Mapping[str, tuple[int, ...]],
+        tables: Tables,
+    ) -> None:
+        where = f"{where}: convolution"
+        source, *read = self.inputs
+        good = not is_parameter(source) and 1 <= len(read) <= 2 and all(map(is_parameter, read))
+        require(good and len(set(read)) == len(read), f"{where} of {self.inputs}")
+        require(1 <= self.width <= MOST_WIDTH, f"{where} of width {self.width}")
+        shape = values[source]
+        require(shape[0] == 1 and len(shape) == 3, f"{where} of {shape}")
+        require(values[self.outputs[0]] == shape, f"{where} of {shape}")
+        channels = shape[2]
+        for name, expected in zip(read, [(channels, self.width, 1), (channels,)], strict=False):
+            found = parameters[name[1:]]
+            require(found == expected, f"{where}: {name} is {found}, expected {expected}")
+
+    def describe(self, values: Mapping[str, Shape]) -> str:
+        channels = values[self.outputs[0]][2]
+        return f"convolution over {self.width} tokens -> Tx{channels}"
+
+
+def tile_tokens(channels: int) -> int:
+    """How many tokens are filtered at once."""
+    return max(1, min(MOST_TILE_TOKENS, TILE_VALUES // channels))
+
+
+class CachedConvolution(Convolution, frozen=True):
+    """The same of new tokens, after the last ones in a ring of `slots`; never in a bundle."""
+
+    slots: int
+
+    @property
+    def cache(self) -> str:
+        """The name of the last inputs."""
+        return f"{self.outputs[0]}.past"
+
+    def cached(self, values: Mapping[str, Shape]) -> Mapping[str, tuple[int, ...]]:
+        """Shaped (1, 1, slots, C), so that slots are on the same axis as those of keys."""
+        one, slots, channels = shape_at(values[self.inputs[0]], self.slots)
+        return {self.cache: (one, 1, slots, channels)}
+
+    def working_bytes(self, call: Call, execution: Execution) -> int:
+        row = call.bytes_of(self.inputs[0]) // call.tokens
+        return 2 * (self.width + 1) * call.tokens * row + (self.width + call.tokens) * row
