@@ -164,12 +164,13 @@ class LayerTap:
         self.signature = inspect.signature(type(layer).__call__)
         self.mask: Any = None
         self.names: dict[str, str] = {}  # of its arguments: "x", "mask", "cache"
+        self.further: dict[str, Any] = {}  # arguments that it may be given besides
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         (_, (first, x), *others) = self.signature.bind(
             self.layer, *args, **kwargs
         ).arguments.items()
-        self.names, self.mask = {"x": first}, None
+        self.names, self.mask, self.further = {"x": first}, None, {}
         for name, value in others:
             role = next((word for word in ("mask", "cache") if word in name), None)
             if role is not None and role not in self.names:
@@ -177,17 +178,24 @@ class LayerTap:
             if role == "mask":
                 self.mask = value
             elif value is not None:
-                raise BundleError(
-                    f"layer {self.index} is given more than its input and a mask ({name}); such "
-                    "models are not supported"
-                )
+                if self.signature.parameters[name].default is not None or role is not None:
+                    raise self.problem(name)
+                self.further[name] = value
         tape = self.taps.tape
         return tape.record(LayerCall(str(self.index), (x,), tape.output(tuple(x.shape))))
 
-    def run(self, x: mx.array, cache: Position | None) -> mx.array:
-        """The layer itself, with causal attention."""
+    def problem(self, name: str) -> BundleError:
+        """What to say of an argument without which it computes something else."""
+        return BundleError(
+            f"layer {self.index} is given more than its input and a mask ({name}); such models are "
+            "not supported"
+        )
+
+    def run(self, x: mx.array, cache: Position | None, **further: Any) -> mx.array:
+        """The layer itself, with causal attention, and `further` arguments."""
         given = {"x": x, "mask": MASK, "cache": cache}
-        out = self.layer(**{name: given[role] for role, name in self.names.items()})
+        names = {name: given[role] for role, name in self.names.items()}
+        out = self.layer(**names, **further)
         if not isinstance(out, mx.array):
             raise BundleError(
                 f"layer {self.index} returns more than its hidden state; such models are not "

@@ -36,6 +36,8 @@ _SAME = (
     ),
     ("n_positions", "n_ctx"),
 )
+# what Ministral 3 has beside a scaling of positions: a scale of queries far from the start
+_BESIDE_SCALING = ("llama_4_scaling_beta", "max_position_embeddings")
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
 _MAX_LAYERS = 1024
@@ -258,7 +260,12 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     for names, value in ((_BASES, base), (_TURNED, turned)):
         if value is not None:
             full[next((name for name in names if name in known), names[0])] = value
+    if "rope_parameters" in known:  # a class that takes them whole
+        scope = {key: value for key, value in scope.items() if key not in _BESIDE_SCALING}
     full["rope_scaling"] = checked_scaling(scope, full, where)
+    if "rope_parameters" in full:  # where the class finds the same
+        for key in {"rope_scaling", _BASES[0], _TURNED[0]} - known:
+            full.pop(key, None)
     if words := _LAYER_NAMES.get(family):
         full["layer_types"] = [words.get(one, one) for one in full.get("layer_types") or []]
         full["position_embedding_type"] = full.get("position_embedding_type") or "nope"
