@@ -83,9 +83,13 @@ class AttentionCall(Call):
 
 
 class Tape:
-    """The calls of one run, in order. Taps return `outputs`; without them, zeros."""
+    """The calls of one run, in order. Taps return `outputs`; without them, zeros or random values.
 
-    def __init__(self, outputs: Sequence[mx.array] | None = None) -> None:
+    drawn: whether they are random.
+    """
+
+    def __init__(self, outputs: Sequence[mx.array] | None = None, drawn: bool = False) -> None:
+        self._drawn = drawn
         self.calls: list[Call] = []
         self.masks: list[Any] = []  # of attention, in layers that run as they are
         self.positions: mx.array | None = None  # (T, D), of learned positions; without it, zeros
@@ -93,7 +97,10 @@ class Tape:
 
     def output(self, shape: tuple[int, ...]) -> mx.array:
         """The array that the next call returns, of this shape."""
-        return mx.zeros(shape) if self._outputs is None else self._outputs[len(self.calls)]
+        if self._outputs is not None:
+            return self._outputs[len(self.calls)]
+        key = mx.random.key(len(self.calls))
+        return mx.random.normal(shape, key=key) if self._drawn else mx.zeros(shape)
 
     def record(self, call: Call) -> mx.array:
         """Append a call; returns its output."""

@@ -46,6 +46,8 @@ _KEPT = (
     *("vocab_size", "max_position_embeddings", "pad_token_id"),
     *("hidden_act", "hidden_activation", "activation_function"),
 )
+# model types that mlx-lm has no class for -> the module with ours
+OWN = {"opt": "export.sources.opt"}
 _NEEDED = inspect.Parameter.empty  # the default of an argument without one
 # arguments that classes of mlx-lm need and transformers has no setting for -> what it computes
 _ABSENT = {
@@ -62,7 +64,7 @@ def model_module(family: str, where: str = "config") -> ModuleType:
         )
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # on which some say what they miss
-            module = importlib.import_module(f"mlx_lm.models.{family}")
+            module = importlib.import_module(OWN.get(family, f"mlx_lm.models.{family}"))
     except (ImportError, SystemExit) as e:  # some end the process where a package is missing
         raise BundleError(
             f"{where}: mlx-lm cannot load architecture {family!r:.40}: a package that it needs is "
@@ -74,9 +76,9 @@ def model_module(family: str, where: str = "config") -> ModuleType:
 
 
 def module_names() -> list[str]:
-    """The names of all modules under mlx_lm.models."""
+    """The names of all modules under mlx_lm.models, and of our own beside them."""
     (folder,) = importlib.import_module("mlx_lm.models").__path__
-    return sorted(path.stem for path in Path(folder).glob("*.py"))
+    return sorted({*(path.stem for path in Path(folder).glob("*.py")), *OWN})
 
 
 def arguments_of(family: str) -> set[str]:

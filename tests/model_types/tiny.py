@@ -23,9 +23,11 @@ Settings = dict[str, Any]
 
 VOCABULARY = 320
 # sizes under all the names that configurations have for them; no two axes are alike
+WIDTHS = ("hidden_size", "n_embd", "d_model", "model_dim", "dim", "word_embed_proj_dim")
+MLPS = ("intermediate_size", "n_inner", "ffn_hidden_size", "mlp_hidden_size", "ffn_dim")
 SIZES: Settings = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "model_dim", "dim"), 64),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_hidden_size", "mlp_hidden_size"), 96),
+    **dict.fromkeys(WIDTHS, 64),
+    **dict.fromkeys(MLPS, 96),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads"), 2),
