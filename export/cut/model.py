@@ -339,6 +339,7 @@ class _LayerCutter:
         self.parameters = _parameters(tap.layer)
         self.calls, self.out = self._run(mx.zeros(shape_at(hidden, taps.probe)), None)
         self.output_shapes = [self._symbolic(call.output) for call in self.calls]
+        self._check_further(hidden)
         self.values: dict[str, Shape] = {"x": hidden}
         self.names: dict[int, str] = {}  # by id of what taps read and return; q, k, v may share one
         self.outputs: list[str] = []  # names of the taps' outputs, in call order
@@ -396,6 +397,24 @@ class _LayerCutter:
         with self.taps.recording(Tape(outputs)) as tape:
             out = self.tap.run(x, None if position is None else Position(position))
         return tape.calls, out
+
+    def _check_further(self, hidden: Shape) -> None:
+        """Raise BundleError where a further argument changes what the layer computes.
+
+        Without it the layer must compute it itself, as a scale that depends on the position.
+        """
+        if not self.tap.further:
+            return
+        with self.taps.recording(Tape(drawn=True)):  # of as many tokens as the layer is tried on
+            self.taps.model(mx.zeros((1, self.taps.probe), dtype=mx.int32))
+        x = mx.random.normal(shape_at(hidden, self.taps.probe), key=mx.random.key(1))
+        found = []
+        for further in ({}, self.tap.further):
+            with self.taps.recording(Tape(drawn=True)) as tape:
+                out = self.tap.run(mx.array(x), None, **further)
+            found.append([*(array for call in tape.calls for array in call.inputs), out])
+        if not all(mx.allclose(a, b, 1e-5, 1e-5) for a, b in zip(*found, strict=True)):
+            raise self.tap.problem(", ".join(self.tap.further))
 
     def _add_linear(self, call: LinearCall) -> str:
         """Add a product; those of one input are one operation. Returns the output's name."""

@@ -102,9 +102,13 @@ class DeltaCall(Call):
 
 
 class Tape:
-    """The calls of one run, in order. Taps return `outputs`; without them, zeros."""
+    """The calls of one run, in order. Taps return `outputs`; without them, zeros or random values.
 
-    def __init__(self, outputs: Sequence[mx.array] | None = None) -> None:
+    drawn: whether they are random.
+    """
+
+    def __init__(self, outputs: Sequence[mx.array] | None = None, drawn: bool = False) -> None:
+        self._drawn = drawn
         self.calls: list[Call] = []
         self.masks: list[Any] = []  # of attention, in layers that run as they are
         self.positions: mx.array | None = None  # (T, D), of learned positions; without it, zeros
@@ -118,7 +122,10 @@ class Tape:
 
     def output(self, shape: tuple[int, ...]) -> mx.array:
         """The array that the next call returns, of this shape."""
-        return mx.zeros(shape) if self._outputs is None else self._outputs[len(self.calls)]
+        if self._outputs is not None:
+            return self._outputs[len(self.calls)]
+        key = mx.random.key(len(self.calls))
+        return mx.random.normal(shape, key=key) if self._drawn else mx.zeros(shape)
 
     def record(self, call: Call) -> mx.array:
         """Append a call; returns its output."""
@@ -218,12 +225,13 @@ class LayerTap:
         self.signature = inspect.signature(type(layer).__call__)
         self.mask: Any = None
         self.names: dict[str, str] = {}  # of its arguments: "x", "mask", "cache"
+        self.further: dict[str, Any] = {}  # arguments that it may be given besides
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         (_, (first, x), *others) = self.signature.bind(
             self.layer, *args, **kwargs
         ).arguments.items()
-        self.names, self.mask = {"x": first}, None
+        self.names, self.mask, self.further = {"x": first}, None, {}
         for name, value in others:
             role = next((word for word in ("mask", "cache") if word in name), None)
             if role is not None and role not in self.names:
@@ -231,19 +239,29 @@ class LayerTap:
             if role == "mask":
                 self.mask = value
             elif value is not None:
-                raise BundleError(
-                    f"layer {self.index} is given more than its input and a mask ({name}); such "
-                    "models are not supported"
-                )
+                if self.signature.parameters[name].default is not None or role is not None:
+                    raise self.problem(name)
+                self.further[name] = value
         tape = self.taps.tape
         return tape.record(LayerCall(str(self.index), (x,), tape.output(tuple(x.shape))))
 
-    def run(self, x: mx.array, cache: Position | None) -> mx.array:
-        """The layer itself, with causal attention; without, it takes neither mask nor cache."""
+    def problem(self, name: str) -> BundleError:
+        """What to say of an argument without which it computes something else."""
+        return BundleError(
+            f"layer {self.index} is given more than its input and a mask ({name}); such models are "
+            "not supported"
+        )
+
+    def run(self, x: mx.array, cache: Position | None, **further: Any) -> mx.array:
+        """The layer itself, with causal attention, and `further` arguments.
+
+        A layer without a mask has no attention, and takes no cache.
+        """
         given = {"x": x, "mask": MASK, "cache": cache}
         if self.mask is None:
             given = {"x": x, "mask": None, "cache": None}
-        out = self.layer(**{name: given[role] for role, name in self.names.items()})
+        names = {name: given[role] for role, name in self.names.items()}
+        out = self.layer(**names, **further)
         if not isinstance(out, mx.array):
             raise BundleError(
                 f"layer {self.index} returns more than its hidden state; such models are not "

@@ -224,8 +224,10 @@ def transformers_config(family: str, config: dict[str, Any], dtype: str) -> dict
         del settings["sliding_window_pattern"]
     # transformers reads the first name up to 4.55, and both after that
     types = {"torch_dtype": dtype, "dtype": dtype}
-    known = _CLASSES.get(family) or model_class(family)
-    return {"architectures": [known] if known else [], **settings, **types}
+    inside = next((text for text, module in TEXT_TYPES.items() if module == family), family)
+    known = _CLASSES.get(family) or model_class(inside)
+    named = {"architectures": [known] if known else [], **settings, **types}
+    return named if inside == family else {**named, "model_type": inside}
 
 
 def build_model(family: str, config: dict[str, Any], where: str = "config") -> Any:
@@ -321,14 +323,15 @@ def check_lengths(family: str, config: dict[str, Any], lengths: Sequence[int]) -
     Two settings are accepted because no sequence is longer than max_position_embeddings: windows
     that are as wide, and longrope within its original length.
     """
-    if family not in FIXED:
-        return
     scaling = config.get("rope_scaling") or {}
     limits = {}
-    if scaling.get("short_factor") != scaling.get("long_factor"):
+    whole = config.get("rope_parameters") or {}
+    if whole.get("llama_4_scaling_beta"):  # counts positions, which go on in packed rows
+        limits[f"llama_4_scaling_beta with {ORIGINAL_LENGTH}"] = whole[ORIGINAL_LENGTH]
+    if family in FIXED and scaling.get("short_factor") != scaling.get("long_factor"):
         limits[f"longrope with {ORIGINAL_LENGTH}"] = scaling[ORIGINAL_LENGTH]
     has_windows = family == "gemma3_text" or (family == "llama" and config.get("layer_types"))
-    if not has_windows and unlike_full(config):
+    if family in FIXED and not has_windows and unlike_full(config):
         limits["sliding_window"] = window_of(config)
     for name, longest in limits.items():
         if max(lengths) > longest:

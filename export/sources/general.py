@@ -37,6 +37,8 @@ _SAME = (
     ("n_positions", "n_ctx"),
     ("hidden_size", "block_dim"),
 )
+# what Ministral 3 has beside a scaling of positions: a scale of queries far from the start
+_BESIDE_SCALING = ("llama_4_scaling_beta", "max_position_embeddings")
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
 _MAX_LAYERS = 1024
@@ -45,6 +47,8 @@ _KEPT = (
     *("vocab_size", "max_position_embeddings", "pad_token_id"),
     *("hidden_act", "hidden_activation", "activation_function"),
 )
+# model types that mlx-lm has no class for -> the module with ours
+OWN = {"opt": "export.sources.opt"}
 _NEEDED = inspect.Parameter.empty  # the default of an argument without one
 # arguments that classes of mlx-lm need and transformers has no setting for -> what it computes
 _ABSENT = {
@@ -61,7 +65,7 @@ def model_module(family: str, where: str = "config") -> ModuleType:
         )
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # on which some say what they miss
-            module = importlib.import_module(f"mlx_lm.models.{family}")
+            module = importlib.import_module(OWN.get(family, f"mlx_lm.models.{family}"))
     except (ImportError, SystemExit) as e:  # some end the process where a package is missing
         raise BundleError(
             f"{where}: mlx-lm cannot load architecture {family!r:.40}: a package that it needs is "
@@ -85,9 +89,9 @@ def model_classes(family: str, where: str = "config") -> tuple[Any, Any]:
 
 
 def module_names() -> list[str]:
-    """The names of all modules under mlx_lm.models."""
+    """The names of all modules under mlx_lm.models, and of our own beside them."""
     (folder,) = importlib.import_module("mlx_lm.models").__path__
-    return sorted(path.stem for path in Path(folder).glob("*.py"))
+    return sorted({*(path.stem for path in Path(folder).glob("*.py")), *OWN})
 
 
 def arguments_of(family: str) -> set[str]:
@@ -273,9 +277,14 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     for names, value in ((_BASES, base), (_TURNED, turned)):
         if value is not None:
             full[next((name for name in names if name in known), names[0])] = value
+    if "rope_parameters" in known:  # a class that takes them whole
+        scope = {key: value for key, value in scope.items() if key not in _BESIDE_SCALING}
     full["rope_scaling"] = checked_scaling(scope, full, where)
     if "rope_parameters" in full and _parameters(family)["rope_parameters"].default is not None:
         _nest_positions(full)
+    elif "rope_parameters" in full:  # where the class finds the same
+        for key in {"rope_scaling", _BASES[0], _TURNED[0]} - known:
+            full.pop(key, None)
     if words := _LAYER_NAMES.get(family):
         full["layer_types"] = [words.get(one, one) for one in full.get("layer_types") or []]
         full["position_embedding_type"] = full.get("position_embedding_type") or "nope"

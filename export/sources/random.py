@@ -71,6 +71,14 @@ def _qwen35(
     }  # fmt: skip
 
 
+def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "opt", "hidden_size": hidden, "ffn_dim": 4 * hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": 50272,
+        "word_embed_proj_dim": hidden, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
 _TINY: dict[str, Any] = {"vocab_size": 320, "max_position_embeddings": 1024}
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": _qwen("qwen2", 896, 4864, 24, 14, 2),
@@ -100,6 +108,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "lfm2-350m": _lfm(1024, 4608, 16, 16, 8, [2, 5, 8, 10, 12, 14]),
     "qwen3.5-0.8b": _qwen35(1024, 3584, 24, 8, 2, (16, 16, 128, 128)),
+    "opt-1.3b": _opt(2048, 24, 32),
+    "opt-2.7b": _opt(2560, 32, 32),
+    "opt-6.7b": _opt(4096, 32, 32),
+    "opt-13b": _opt(5120, 40, 40),
     "tiny-qwen2": {**_qwen("qwen2", 128, 192, 2, 4, 2), **_TINY},
     "tiny-qwen3": {**_qwen("qwen3", 128, 192, 2, 4, 2), **_TINY, "head_dim": 64},
     "tiny-llama": {

@@ -184,17 +184,17 @@ def install(model: Any) -> None:
                 freqs=self._periods,
             )
 
+    args = getattr(model, "args", None)
+    nested = getattr(args, "rope_parameters", None) or {}
+    scaling = getattr(args, "rope_scaling", None) or nested
+    base = float(getattr(args, "rope_theta", None) or nested.get("rope_theta") or 0)
     for _, module in model.named_modules():
         for name, rope in list(module.items()):
             if isinstance(rope, rope_utils.YarnRoPE):
-                args = model.args
-                module[name] = Rope(*yarn(args.rope_scaling, args.rope_theta, rope.dims))
+                module[name] = Rope(*yarn(scaling, base, rope.dims))
             elif isinstance(rope, rope_utils.SuScaledRoPE):
-                args = model.args
-                longest = args.max_position_embeddings
-                module[name] = Rope(
-                    *longrope(args.rope_scaling, args.rope_theta, rope.dim, longest)
-                )
+                longest = model.args.max_position_embeddings
+                module[name] = Rope(*longrope(scaling, base, rope.dim, longest))
 
 
 def turn_part(model: Any, share: float) -> None:

@@ -23,9 +23,11 @@ Settings = dict[str, Any]
 
 VOCABULARY = 320
 # sizes under all the names that configurations have for them; no two axes are alike
+WIDTHS = ("hidden_size", "n_embd", "d_model", "model_dim", "dim", "word_embed_proj_dim")
+MLPS = ("intermediate_size", "n_inner", "ffn_hidden_size", "mlp_hidden_size", "ffn_dim")
 SIZES: Settings = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "model_dim", "dim"), 64),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_hidden_size", "mlp_hidden_size"), 96),
+    **dict.fromkeys(WIDTHS, 64),
+    **dict.fromkeys(MLPS, 96),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads"), 2),
@@ -54,6 +56,11 @@ LONG = {
     **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 256},
     **{"factor": 1.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 1.1, 1.2, 1.3]},
 }
+SCALED = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0},
+    **{"mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    **{"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1},
+}
 OF_IMAGES = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
 # where a class of mlx-lm has no setting for a size, or passes over windows
 OF_TYPE: dict[str, Settings] = {
@@ -74,6 +81,10 @@ OF_TYPE: dict[str, Settings] = {
     },
     **{key: {"rope_parameters": OF_IMAGES} for key in ("qwen2_vl_text", "qwen2_5_vl_text")},
     **{name: {"sliding_window": None} for name in ("mistral", "phi3", "starcoder2")},
+    "ministral3": {
+        "sliding_window": None,
+        "rope_parameters": {**SCALED, "max_position_embeddings": 256},
+    },
 }
 # of what sees or hears, which is not read
 TOWER: Settings = {

@@ -441,7 +441,7 @@ def test_layers_that_are_run_otherwise_are_refused(
     original = llama.TransformerBlock.__call__
 
     def block(self: Any, x: mx.array, mask: Any, cache: Any = None, first: Any = None) -> mx.array:
-        return original(self, x, mask, cache)
+        return original(self, x if first is None else x + first, mask, cache)
 
     monkeypatch.setattr(llama.TransformerBlock, "__call__", block)
     run_layers(monkeypatch, **change)
@@ -449,7 +449,29 @@ def test_layers_that_are_run_otherwise_are_refused(
         cut_of("llama")
 
 
-def test_learned_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("factor", [1.5, 1.25])
+def test_an_argument_that_a_layer_can_do_without_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    original = llama.TransformerBlock.__call__
+
+    def block(self: Any, x: mx.array, mask: Any, cache: Any = None, scale: Any = None) -> mx.array:
+        return original(self, x * (1.5 if scale is None else scale), mask, cache)
+
+    def layer(layer: Any, h: mx.array, _: mx.array) -> mx.array:
+        return layer(h, "causal", None, factor * mx.ones((h.shape[1], 1)))
+
+    monkeypatch.setattr(llama.TransformerBlock, "__call__", block)
+    run_layers(monkeypatch, layer=layer)
+    if factor == 1.5:
+        assert len(cut_of("llama").blocks) > 2
+        return
+    with pytest.raises(BundleError, match="more than its input"):
+        cut_of("llama")
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_learned_positions_must_be_added(monkeypatch: pytest.MonkeyPatch, added: bool) -> None:
     original = llama.LlamaModel.__init__
 
     def with_positions(self: Any, args: Any) -> None:
@@ -457,11 +479,17 @@ def test_learned_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         self.positions = nn.Embedding(64, args.hidden_size)
 
     def positioned(self: Any, tokens: mx.array) -> mx.array:
-        return self.embed_tokens(tokens) + self.positions(mx.arange(tokens.shape[1])[None])
+        e, p = self.embed_tokens(tokens), self.positions(3 + mx.arange(tokens.shape[1])[None])
+        return e + p if added else e * p
 
     monkeypatch.setattr(llama.LlamaModel, "__init__", with_positions)
     run_layers(monkeypatch, positioned)
-    with pytest.raises(BundleError, match="2 x Embedding"):
+    if added:
+        lookup, *others = cut_of("llama").block_types["embed"].operations
+        assert not others and isinstance(lookup, Embedding)
+        assert (lookup.positions, lookup.first_position) == ("model.positions", 3)
+        return
+    with pytest.raises(BundleError, match="learned positions are not added"):
         cut_of("llama")
 
 

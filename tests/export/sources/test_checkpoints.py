@@ -17,7 +17,13 @@ import transformers
 from support.checkpoints import Arrays, weights_of, whole, write_folder
 from support.mutations import mutate, mutate_bytes
 
-from export.sources.families import FIXED, build_model, completed_config, normalise_config
+from export.sources.families import (
+    FIXED,
+    build_model,
+    completed_config,
+    normalise_config,
+    transformers_config,
+)
 from export.sources.open import open_checkpoint
 from export.sources.random import PRESETS
 from export.sources.safetensors_files import FLOAT_TYPES, SafetensorsFile
@@ -53,7 +59,8 @@ def write_shards(folder: Path, config: dict[str, Any], arrays: Arrays) -> Path:
 @pytest.mark.parametrize("preset", TINY)
 def test_folder_gives_back_what_was_written(tmp_path: Path, preset: str) -> None:
     config, arrays = weights_of(preset)
-    with open_checkpoint(str(write_folder(tmp_path / "m", config, arrays))) as read:
+    written = transformers_config(config["model_type"], config, "float32")
+    with open_checkpoint(str(write_folder(tmp_path / "m", written, arrays))) as read:
         assert read.names() == list(arrays)
         assert read.family == config["model_type"]
         for name, array in arrays.items():
