@@ -22,11 +22,11 @@ from runtime.core.errors import UsageError
 
 @dataclass(frozen=True)
 class Use:
-    """A matrix, the block that uses it first, and whether LoRA may adapt it there."""
+    """A matrix, the block that uses it first, and whether that is a layer."""
 
     name: str
     block: int
-    adaptable: bool
+    in_layer: bool
 
 
 def matrices(cut: Cut) -> Iterator[Use]:
@@ -37,7 +37,7 @@ def matrices(cut: Cut) -> Iterator[Use]:
             for name in operation.matrices(block.tensor):
                 if name not in seen:
                     seen.add(name)
-                    yield Use(name, index, bool(operation.adaptable))
+                    yield Use(name, index, 0 < index < len(cut.blocks) - 1)
 
 
 def stored_forms(
@@ -49,13 +49,18 @@ def stored_forms(
         UsageError: the group size does not divide a matrix, or an option contradicts the source.
     """
     _check_names(config, cut)
+    if config.is_full and (experts := expert_names(cut)):
+        raise UsageError(
+            f"--trainable full: {', '.join(sorted(experts))} hold experts, which are not trained; "
+            "leave it out"
+        )
     stored: dict[str, StoredForm] = {}
     copied: set[str] = set()
     for use in matrices(cut):
         if config.is_full:
             stored[use.name] = FloatForm(cast(FloatType, config.storage))
             continue
-        asked = config.bits if use.adaptable else config.head_bits
+        asked = config.bits if use.in_layer else config.head_bits
         source_form = checkpoint.quantized_form(f"{use.name}.weight")
         if source_form is not None and asked is None:
             stored[use.name] = source_form
@@ -94,6 +99,17 @@ def linear_names(cut: Cut) -> set[str]:
         for block_type in cut.block_types.values()
         for operation in block_type.operations
         for name in operation.adaptable
+    }
+
+
+def expert_names(cut: Cut) -> set[str]:
+    """The last parts of the names of all matrices of experts."""
+    return {
+        name.split(".")[-1]
+        for block_type in cut.block_types.values()
+        for operation in block_type.operations
+        if operation.is_sparse
+        for name in operation.matrices(str)
     }
 
 

@@ -24,6 +24,7 @@ from export.cut.taps import (
     AttentionCall,
     Call,
     EmbeddingCall,
+    ExpertsCall,
     LayerCall,
     LayerTap,
     LinearCall,
@@ -40,6 +41,7 @@ from runtime.core.errors import BundleError
 from runtime.operations.attention import Attention
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.embedding import Embedding
+from runtime.operations.experts import Experts
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear, Product
 from runtime.operations.program import BlockType, StoredOperation
@@ -296,6 +298,8 @@ class _LayerCutter:
                 output = self._add_linear(call)
             elif isinstance(call, AttentionCall):
                 output = self._add_attention(call)
+            elif isinstance(call, ExpertsCall):
+                output = self._add_experts(call)
             else:
                 raise BundleError(
                     f"a layer holds an embedding, {call.name}; such models are not supported"
@@ -347,6 +351,16 @@ class _LayerCutter:
         self.operations.append(Attention((q, k, v), (output,), call.scale, self.window))
         return output
 
+    def _add_experts(self, call: ExpertsCall) -> str:
+        """Add experts. Returns the output's name."""
+        keys = [f"{call.name}.{part}" for part in ("in", "weights", "chosen")]
+        x, weights, chosen = self._reach(list(zip(keys, call.inputs, strict=True)))
+        output = f"{call.name}.out"
+        gate, up, down = (f"{call.name}.{part}_proj" for part in ("gate", "up", "down"))
+        inputs, how = (x, weights, chosen), (call.count, call.activation)
+        self.operations.append(Experts(inputs, (output,), gate, up, down, *how))
+        return output
+
     def _reach(self, inputs: list[tuple[str, mx.array]]) -> list[str]:
         """Names of the arrays that the next tap reads; a new graph computes those without a name.
 
@@ -389,7 +403,7 @@ class _LayerCutter:
 
 def _part(target: str) -> int:
     """The index of a value among a tap's inputs: attention has q, k and v, a product has one."""
-    return {".q": 0, ".k": 1, ".v": 2}.get(target[-2:], 0)
+    return {"q": 0, "k": 1, "v": 2, "weights": 1, "chosen": 2}.get(target.split(".")[-1], 0)
 
 
 def _length(given: Mapping[str, mx.array], shapes: dict[str, Shape]) -> int:

@@ -19,6 +19,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from runtime.core.errors import BundleError
+from runtime.operations.elementwise import Activation
 
 SHORTEST_PROBE = 13
 # transformers' names of activations -> MLX's; the last three are one function
@@ -79,6 +80,14 @@ class AttentionCall(Call):
     scale: float
 
 
+@dataclass(frozen=True)
+class ExpertsCall(Call):
+    """Gated MLPs, of which each token takes some: of (x, weights, numbers as floats)."""
+
+    count: int
+    activation: Activation
+
+
 class Tape:
     """The calls of one run, in order. Taps return `outputs`; without them, zeros."""
 
@@ -86,10 +95,18 @@ class Tape:
         self.calls: list[Call] = []
         self.masks: list[Any] = []  # of attention, in layers that run as they are
         self._outputs = outputs
+        self._batched: dict[int, tuple[mx.array, mx.array]] = {}
 
     def output(self, shape: tuple[int, ...]) -> mx.array:
         """The array that the next call returns, of this shape."""
         return mx.zeros(shape) if self._outputs is None else self._outputs[len(self.calls)]
+
+    def batched(self, x: mx.array) -> mx.array:
+        """x (T, C) as (1, T, C), the same array whenever it is asked for; others as they are."""
+        if x.ndim != 2:
+            return x
+        _, whole = self._batched.setdefault(id(x), (x, x[None]))
+        return whole
 
     def record(self, call: Call) -> mx.array:
         """Append a call; returns its output."""
@@ -116,8 +133,10 @@ class _LinearTap(_Tap):
 
     def __call__(self, x: mx.array) -> mx.array:
         tape = self.taps.tape
-        output = tape.output((*x.shape[:-1], self.rows))
-        return tape.record(LinearCall(self.name, (x,), output, self.bias))
+        given = tape.batched(x)
+        output = tape.output((*given.shape[:-1], self.rows))
+        y = tape.record(LinearCall(self.name, (given,), output, self.bias))
+        return y if x.ndim == y.ndim else y.squeeze(0)
 
 
 class _EmbeddingTap(_Tap):
@@ -225,7 +244,11 @@ class Taps:
         self._tap(model)
 
     def _tap(self, root: nn.Module) -> None:
-        makers = {nn.Linear: _LinearTap, nn.Embedding: _EmbeddingTap}
+        from mlx_lm.models.switch_layers import SwitchGLU
+
+        from export.cut.experts import ExpertsTap  # which is built on these taps
+
+        makers = {nn.Linear: _LinearTap, nn.Embedding: _EmbeddingTap, SwitchGLU: ExpertsTap}
         parents = dict(root.named_modules())
         for path, child in list(parents.items()):
             maker = makers.get(type(child))

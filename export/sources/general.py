@@ -28,7 +28,11 @@ from runtime.core.errors import BundleError
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_transformer_layers")
 _SCALES_FULL_ALONE = {"olmo3"}  # in layers with a window, positions are not scaled
 _LAYER_NAMES = {"granitemoehybrid": {"full_attention": "attention", "linear_attention": "mamba"}}
-_SAME = (_LAYERS, ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"))
+_SAME = (
+    _LAYERS,
+    ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
+    ("num_local_experts", "num_experts"),
+)
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
 _MAX_LAYERS = 1024

@@ -45,7 +45,8 @@ class Execution:
     """How operations run at one sequence bucket: all sizes that the lowering has decided.
 
     `tile_rows` says how many rows of a matrix are dequantized at once, and `tile_columns` how many
-    columns of those that are taken by columns. `chunk_rows` says how many rows of the vocabulary
+    columns of those that are taken by columns; `expert_columns` says the same of matrices of which
+    an expert at a time is taken. `chunk_rows` says how many rows of the vocabulary
     the head takes at once, `attention_block` how many queries attention takes at once.
     `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
     floating point are multiplied as float32, a tile at a time, on every device.
@@ -55,6 +56,7 @@ class Execution:
     bucket: int
     tile_rows: Mapping[str, int]
     tile_columns: Mapping[str, int]
+    expert_columns: Mapping[str, int]
     chunk_rows: int
     attention_block: int
     packed: bool
@@ -92,9 +94,10 @@ class Execution:
 
     def largest_tile_bytes(self) -> int:
         """The most bytes that any matrix's tile takes while it is dequantized."""
+        columns = {**self.tile_columns, **self.expert_columns}
         return max(
             self.dequantizing_bytes(
-                matrix, self.tile_rows[name] * self.tile_columns.get(name, matrix.columns)
+                matrix, self.tile_rows[name] * columns.get(name, matrix.columns)
             )
             for name, matrix in self.tables.matrices.items()
         )
@@ -169,6 +172,8 @@ class Operation(
     """Whether schedules run its backward."""
     takes_parameters: ClassVar[bool] = False
     """Whether inputs may be parameters."""
+    is_sparse: ClassVar[bool] = False
+    """Whether it reads parts of its matrices, those that tokens choose; none stay dequantized."""
     cheap: ClassVar[bool] = False
     """Whether recomputing its results where they are read costs next to nothing."""
 

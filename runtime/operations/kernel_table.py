@@ -13,6 +13,8 @@ from runtime.operations.elementwise import Elementwise
 from runtime.operations.elementwise_kernel import ElementwiseKernel
 from runtime.operations.embedding import Embedding
 from runtime.operations.embedding_kernel import EmbeddingKernel
+from runtime.operations.experts import Experts
+from runtime.operations.experts_kernel import ExpertsKernel
 from runtime.operations.gated import Gated
 from runtime.operations.gated_kernel import GatedKernel
 from runtime.operations.kernel import Kernel, Tools
@@ -27,6 +29,7 @@ KERNELS: dict[type[Operation], Callable[[Tools], Kernel]] = {
     Embedding: EmbeddingKernel,
     Linear: LinearKernel,
     Attention: AttentionKernel,
+    Experts: ExpertsKernel,
     Elementwise: ElementwiseKernel,
     Gated: GatedKernel,
     Placed: PlacedKernel,

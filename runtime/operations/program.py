@@ -10,11 +10,12 @@ from runtime.operations.attention import Attention
 from runtime.operations.base import Operation
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.embedding import Embedding
+from runtime.operations.experts import Experts
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear
 from runtime.operations.values import Shape
 
-StoredOperation = Embedding | Linear | Attention | Elementwise | Head
+StoredOperation = Embedding | Linear | Attention | Experts | Elementwise | Head
 """The operations that a bundle may hold; by their tags a manifest is decoded."""
 
 
