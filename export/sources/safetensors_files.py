@@ -32,7 +32,8 @@ _READ_AS = {"F32": np.float32, "F16": np.float16, "BF16": np.float32, "U32": np.
 class StoredTensor:
     """A tensor of a file: its name there, safetensors' name of its type, its shape.
 
-    Or some of its rows, from `first` on.
+    Or some of its rows, from `first` on. With `inner`, the file has matrices of so many rows each,
+    one below the other.
     """
 
     name: str
@@ -40,6 +41,14 @@ class StoredTensor:
     shape: tuple[int, ...]
     _file: Any
     first: int = 0
+    inner: int = 0
+
+    def flat(self) -> StoredTensor:
+        """A tensor (N, R, C) as the matrix (N * R, C), others as they are."""
+        if len(self.shape) != 3:
+            return self
+        count, inner, columns = self.shape
+        return replace(self, shape=(count * inner, columns), inner=inner)
 
     def part(self, first: int, rows: int) -> StoredTensor:
         """So many rows of it, from `first` on."""
@@ -53,10 +62,56 @@ class StoredTensor:
         read_as = _READ_AS[self.dtype]
         if start == stop:  # the library refuses an empty slice
             return np.empty((0, *self.shape[1:]), read_as)
-        rows: npt.NDArray[Any] = self._file.get_slice(self.name)[
-            self.first + start : self.first + stop
-        ]
-        return rows.astype(read_as, copy=False)
+        view, (start, stop) = (
+            self._file.get_slice(self.name),
+            (self.first + start, self.first + stop),
+        )
+        if not self.inner:
+            rows: npt.NDArray[Any] = view[start:stop]
+            return rows.astype(read_as, copy=False)
+        parts = []
+        for number in range(start // self.inner, -(-stop // self.inner)):
+            top = number * self.inner
+            within = slice(max(start - top, 0), min(stop - top, self.inner))
+            parts.append(view[number : number + 1, within][0].astype(read_as, copy=False))
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class JoinedTensor:
+    """Matrices of files, or parts of such, one below the other: see `StoredTensor`."""
+
+    parts: tuple[StoredTensor, ...]
+
+    @property
+    def name(self) -> str:
+        return self.parts[0].name
+
+    @property
+    def dtype(self) -> str:
+        """Their common type; each one's where there is none."""
+        return "/".join(sorted({part.dtype for part in self.parts}))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    def flat(self) -> JoinedTensor:
+        """The same: it is a matrix."""
+        return self
+
+    def rows(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Rows start:stop, as a fresh array."""
+        found, top = [], 0
+        for part in self.parts:
+            first, last = max(start - top, 0), min(stop - top, part.shape[0])
+            if first < last:
+                found.append(part.rows(first, last))
+            top += part.shape[0]
+        return np.concatenate(found) if found else self.parts[0].rows(0, 0)
+
+
+AnyTensor = StoredTensor | JoinedTensor
 
 
 class SafetensorsFile:

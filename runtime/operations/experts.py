@@ -3,22 +3,25 @@
 A router chooses the experts of each token and weighs them, by operations of its own before this
 one. The matrices of all experts are stacked, one below the other, in one matrix for gate, one for
 up and one for down. An expert that no token has chosen is neither read nor dequantized. The others
-run one after another, over at most `MOST_TOKENS` of their tokens and a slice of their width, so
-the memory does not depend on how tokens are spread over experts.
+run one after another, over a part of their tokens and a slice of their width, so that the memory
+does not depend on how tokens are spread over experts: an expert takes at most twice the tokens at
+once that it would have if all had the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from runtime.arrays.stored import Matrix
-from runtime.operations.base import Call, Execution, Function, Tables, require
+from runtime.arrays.stored import Matrix, pages
+from runtime.operations.base import Call, Execution, Function, Tables, read_bytes, require
 from runtime.operations.elementwise import Activation
 from runtime.operations.gated import SCRATCH_BYTES
-from runtime.operations.sliced_mlp import tile_most, tokens_at_once
+from runtime.operations.sliced_mlp import MOST_TOKENS, tile_most
 from runtime.operations.values import F32, Shape, T
 
+LEAST_TOKENS = 64  # at once, if there are so many: for fewer, dequantizing takes most of the time
 ROUTE_BYTES = 64  # of an expert of a token: its number, its place among all, and what sorts them
 
 
@@ -66,17 +69,23 @@ class Experts(Function, frozen=True):
         """How many columns of an expert's width it takes at once."""
         return execution.expert_columns[tensor(self.down)]
 
+    def tokens_at_once(self, tokens: int, chosen: int) -> int:
+        """How many tokens an expert takes at once, where each of so many chooses so many."""
+        share = math.ceil(2 * tokens * chosen / self.count)
+        return min(tokens, MOST_TOKENS, max(LEAST_TOKENS, share))
+
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """One expert's tokens and their results, a slice's values and tiles, and who goes where.
 
         That is counted for the most tokens that an expert takes at once, as if all went to one.
         """
         gate, up, down = self.of_one(call.tensor, execution.tables.matrices)
-        width, tokens = self.width(call.tensor, execution), tokens_at_once(call.tokens)
+        chosen = int(call.values[self.inputs[2]][-1])
+        width, tokens = self.width(call.tensor, execution), self.tokens_at_once(call.tokens, chosen)
         inputs, value = tokens * gate.columns * F32, tokens * width * F32
         outputs = tokens * down.rows * F32
         kinds = 1 if (gate.bits, gate.group_size) == (up.bits, up.group_size) else 2
-        routes = call.bytes_of(self.inputs[2]) // F32 * ROUTE_BYTES
+        routes = call.tokens * chosen * ROUTE_BYTES
         of_down = tile_most(down, down.rows * width, execution)
         if not call.backward:
             of_gate = max(tile_most(one, width * one.columns, execution) for one in (gate, up))
@@ -89,6 +98,17 @@ class Experts(Function, frozen=True):
         held += max(3 * value + of_down, 5 * value + SCRATCH_BYTES)
         sums = kinds * inputs
         return (1 + kinds) * inputs + outputs + routes + sums + max(held, 3 * inputs)
+
+    def allocated_bytes(self, call: Call, execution: Execution) -> int:
+        """One expert's, of which each is an evaluation: its matrices, and all slices' values."""
+        matrices = self.of_one(call.tensor, execution.tables.matrices)
+        tokens = self.tokens_at_once(call.tokens, int(call.values[self.inputs[2]][-1]))
+        values = 12 * pages(tokens * matrices[2].columns * F32)
+        return (
+            sum(map(read_bytes, matrices))
+            + call.lanes * values
+            + 2 * pages(self.working_bytes(call, execution))
+        )
 
     def check(
         self,

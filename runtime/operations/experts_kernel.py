@@ -30,7 +30,6 @@ from runtime.core.errors import BundleError
 from runtime.operations.experts import Experts
 from runtime.operations.gated_kernel import gated_by, gated_vjp_by
 from runtime.operations.kernel import Run, Tools
-from runtime.operations.sliced_mlp import tokens_at_once
 from runtime.operations.values import gradient_of
 
 Indices = npt.NDArray[np.int64]
@@ -53,13 +52,13 @@ class Routes:
     at_once: int
 
     @classmethod
-    def of(cls, chosen: mx.array, experts: int) -> Routes:
+    def of(cls, chosen: mx.array, operation: Experts) -> Routes:
         """From the numbers (T, k) of the chosen experts.
 
         Raises:
             BundleError: a number is none of an expert, or a token chooses one twice.
         """
-        tokens, slots = chosen.shape
+        (tokens, slots), experts = chosen.shape, operation.count
         numbers = np.asarray(chosen).reshape(-1).astype(np.int64)
         if numbers.min() < 0 or numbers.max() >= experts:
             raise BundleError(
@@ -71,7 +70,7 @@ class Routes:
         if not (places[1:] > places[:-1]).all():
             raise BundleError("a token is sent to one expert twice: export the bundle again")
         bounds = np.searchsorted(numbers[order], np.arange(experts + 1))
-        return cls(order, bounds, slots, tokens_at_once(tokens))
+        return cls(order, bounds, slots, operation.tokens_at_once(tokens, slots))
 
     def parts(self, expert: int) -> list[Part]:
         """An expert's tokens, as they are taken at once."""
@@ -94,7 +93,7 @@ class ExpertsKernel:
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation, arrays = run.operation(Experts), self.tools.arrays
         source, weighed, chosen = operation.inputs
-        routes = [Routes.of(values[chosen].squeeze(0), operation.count) for values in lanes]
+        routes = [Routes.of(values[chosen].squeeze(0), operation) for values in lanes]
         xs = [values[source].squeeze(0) for values in lanes]
         weights = [np.asarray(values[weighed]).squeeze(0) for values in lanes]
         rows = int(run.program.values[operation.outputs[0]][-1])
@@ -113,7 +112,7 @@ class ExpertsKernel:
                 for lane in taken:
                     part = parts[lane][at]
                     y = made.pop(0) * mx.array(weights[lane][part.tokens, part.slots])[:, None]
-                    mx.eval(y)
+                    arrays.settle(y)
                     arrays.add_rows(ys[lane], part.tokens, y)
                     mx.eval(ys[lane])  # also where a block is one evaluation: experts are many
                     del y
@@ -125,7 +124,7 @@ class ExpertsKernel:
         source, weighed, chosen = operation.inputs
         x, weights = values[source].squeeze(0), np.asarray(values[weighed]).squeeze(0)
         dy = values.pop(gradient_of(operation.outputs[0])).squeeze(0)
-        routes = Routes.of(values[chosen].squeeze(0), operation.count)
+        routes = Routes.of(values[chosen].squeeze(0), operation)
         dx = mx.zeros(x.shape) if source in run.instruction.wanted else None
         mx.eval(dx, dy)
         d_weights = np.zeros(weights.shape, np.float32)
@@ -138,7 +137,7 @@ class ExpertsKernel:
                 )
                 d_weights[part.tokens, part.slots] = np.asarray(pair[0])
                 if dx is not None and pair[1] is not None:
-                    mx.eval(pair[1])
+                    arrays.settle(pair[1])
                     arrays.add_rows(dx, part.tokens, pair[1])
                     mx.eval(dx)
                 del pair
@@ -187,16 +186,16 @@ class _Expert:
 
     def _product(self, tile: ReadyTile, given: Input) -> mx.array:
         y = tile.transposed_product(given)
-        mx.eval(y)
+        self.tools.arrays.settle(y)
         return y
 
     def forward(self, xs: list[mx.array]) -> list[mx.array]:
         """y (n, D) of every x (n, C), not weighed; `xs` is emptied."""
-        mx.eval(xs)
+        self.tools.arrays.settle(xs)
         inputs = [self._inputs(x) for x in xs]
         ys = [mx.zeros((x.shape[0], self.down.rows)) for x in xs]
         xs.clear()
-        mx.eval(ys)
+        self.tools.arrays.settle(ys)
         for start, stop in self._slices():
             products: list[list[mx.array]] = [[] for _ in ys]
             for at, matrix in enumerate((self.gate, self.up)):
@@ -209,7 +208,7 @@ class _Expert:
             for _ in inputs:
                 given_down = self.matrices.input(activated.pop(0), self.down)
                 ys.append(tile.transposed_product(given_down, ys.pop(0)))
-                mx.eval(ys[-1])
+                self.tools.arrays.settle(ys[-1])
                 del given_down
             del tile
         return ys
@@ -218,7 +217,7 @@ class _Expert:
         self, x: mx.array, w: mx.array, dy: mx.array, wanted: bool
     ) -> tuple[mx.array, mx.array | None]:
         """dw (n,) and, if it is wanted, dx (n, C) of x, w (n,) and dy (n, D)."""
-        mx.eval(x, w, dy)
+        self.tools.arrays.settle(x, w, dy)
         dw, sums = mx.zeros(w.shape), [RowSum(self.tools.arrays) for _ in range(2)]
         given, into = self._inputs(x), (self.gate, self.up)
         same = self.gate.group_size == self.up.group_size and given[0] is given[1]
@@ -230,9 +229,9 @@ class _Expert:
             total.add(dy, self.matrices.part(self.down, start, stop, by_columns=True))
             b = total.result(self.down.group_size)
             dw = dw + (gated_by(self._device, self.activation, g, u) * b).sum(axis=-1)
-            mx.eval(dw)
+            self.tools.arrays.settle(dw)
             b = b * w[:, None]
-            mx.eval(b)
+            self.tools.arrays.settle(b)
             d_products = [*gated_vjp_by(self._device, self.activation, g, u, b)]
             del g, u, b
             for at in range(2):

@@ -63,23 +63,18 @@ def gated_vjp(
 
 
 def gated_by(device: str, activation: str, gate: mx.array, up: mx.array) -> mx.array:
-    """`gated` on "cpu" or "gpu", where MLX's own functions are vector code."""
-    if device == "cpu":
-        return gated(activation, gate, up)
-    y = _plain(activation, gate, up)
-    mx.eval(y)
-    return y
+    """`gated` on "cpu", or lazy on a "gpu", where MLX's own functions are vector code."""
+    return gated(activation, gate, up) if device == "cpu" else _plain(activation, gate, up)
 
 
 def gated_vjp_by(
     device: str, activation: str, gate: mx.array, up: mx.array, dy: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """`gated_vjp` on "cpu" or "gpu"."""
+    """`gated_vjp` on "cpu", or lazy on a "gpu"."""
     if device == "cpu":
         return gated_vjp(activation, gate, up, dy)
-    _, pair = mx.vjp(lambda g, u: _plain(activation, g, u), [gate, up], [dy])
-    mx.eval(pair)
-    return pair[0], pair[1]
+    _, (d_gate, d_up) = mx.vjp(lambda g, u: _plain(activation, g, u), [gate, up], [dy])
+    return d_gate, d_up
 
 
 def _plain(activation: str, gate: mx.array, up: mx.array) -> mx.array:

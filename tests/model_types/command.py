@@ -38,7 +38,8 @@ def main(words: list[str]) -> int:
         elif not completed({"model_type": name}):
             states[name] = NO_CLASS
         else:
-            states[name] = tried_types().get(name, NOT_COMPARED)
+            state = tried_types().get(name)
+            states[name] = state if isinstance(state, float) else NOT_COMPARED
     compared = [
         name
         for name, state in states.items()

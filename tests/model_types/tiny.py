@@ -58,7 +58,7 @@ OF_TYPE: dict[str, Settings] = {
         "num_local_experts": 0,
         "position_embedding_type": "rope",
     },
-    **{name: {"sliding_window": None} for name in ("mistral", "phi3", "starcoder2")},
+    **{name: {"sliding_window": None} for name in ("mistral", "mixtral", "phi3", "starcoder2")},
 }
 # what is not changed: names, and what is done at the two ends for all types alike
 ALWAYS = ("model_type", "tie_word_embeddings", "time_step_limit")
