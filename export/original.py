@@ -202,7 +202,7 @@ class Original:
             name
             for block in manifest.layers
             for operation in manifest.block_types[block.type].operations
-            if operation.is_sparse
+            if operation.experts
             for name in operation.matrices(block.tensor)
         }
 

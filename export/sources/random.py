@@ -86,7 +86,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny-qwen3-moe": {
         **_qwen("qwen3_moe", 128, 192, 2, 4, 2),
         **_TINY,
-        **_experts(8, 2, 64),
+        **_experts(8, 2, 256),
         "head_dim": 64,
     },
     "tiny-llama": {

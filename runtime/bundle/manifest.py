@@ -239,7 +239,7 @@ class Manifest(Record, frozen=True):
             name.split(".")[-1]
             for block in self.layers
             for operation in self.block_types[block.type].operations
-            if operation.is_sparse
+            if operation.experts
             for name in operation.matrices(str)
         }
         return tuple(sorted(names))
@@ -287,7 +287,7 @@ def dense_range(manifest: Manifest, block: Block) -> tuple[int, int]:
     chosen = [
         manifest.matrices[name].packed.offset
         for operation in manifest.block_types[block.type].operations
-        if operation.is_sparse
+        if operation.experts
         for name in operation.matrices(block.tensor)
     ]
     return start, min([stop, *chosen])

@@ -172,10 +172,16 @@ class Operation(
     """Whether schedules run its backward."""
     takes_parameters: ClassVar[bool] = False
     """Whether inputs may be parameters."""
-    is_sparse: ClassVar[bool] = False
-    """Whether it reads parts of its matrices, those that tokens choose; none stay dequantized."""
     cheap: ClassVar[bool] = False
     """Whether recomputing its results where they are read costs next to nothing."""
+
+    @property
+    def experts(self) -> int:
+        """How many experts its matrices hold, one below the other; 0 if they hold none.
+
+        Those that tokens choose are read when they are needed, and none stay dequantized.
+        """
+        return 0
 
     @property
     def label(self) -> str:

@@ -42,7 +42,10 @@ class Experts(Function, frozen=True):
     activation: Activation
 
     runs_once_per_tile: ClassVar[bool] = True
-    is_sparse: ClassVar[bool] = True
+
+    @property
+    def experts(self) -> int:
+        return self.count
 
     @property
     def products(self) -> tuple[str, ...]:

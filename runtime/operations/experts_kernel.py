@@ -59,12 +59,14 @@ class Routes:
             BundleError: a number is none of an expert, or a token chooses one twice.
         """
         (tokens, slots), experts = chosen.shape, operation.count
-        numbers = np.asarray(chosen).reshape(-1).astype(np.int64)
-        if numbers.min() < 0 or numbers.max() >= experts:
+        values = np.asarray(chosen).reshape(-1)
+        lowest, highest = float(values.min()), float(values.max())
+        if not (lowest >= 0 and highest < experts):
             raise BundleError(
-                f"a token is sent to expert {numbers.min()} or {numbers.max()}, of {experts}: the "
-                "bundle's graphs do not belong to its weights, export it again"
+                f"a token is sent to expert {lowest:g} or {highest:g}, of {experts}: the bundle's "
+                "graphs do not belong to its weights, export it again"
             )
+        numbers = values.astype(np.int64)
         order = np.argsort(numbers, kind="stable")
         places = numbers[order] * tokens + order // slots
         if not (places[1:] > places[:-1]).all():
