@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.bundles import Rng, Tiny
-from support.layouts import STORED, STORED_IN_TURN
+from support.layouts import STORED, STORED_IN_TURN, WITH_EXPERTS
 from support.lengths import pairs
 from support.lora import with_lora
 from support.models import LENGTHS, adapters_of, each_family, model_of
@@ -116,7 +116,9 @@ def check(found: Allocated, peaks: PeakModel, expected: int) -> None:
     assert NOT_FAR_UNDER * expected <= found.most <= NEVER_OVER * expected + ahead
 
 
-@pytest.mark.parametrize(("family", "layouts", "lora"), pairs(CASES, LORAS), ids=str)
+@pytest.mark.parametrize(
+    ("family", "layouts", "lora"), [*pairs(CASES, LORAS), (*WITH_EXPERTS, {})], ids=str
+)
 def test_a_backward_pass_allocates_what_the_plan_says(
     tiny: Tiny, rng: Rng, seed: int, family: str, layouts: str, lora: dict[str, object]
 ) -> None:
@@ -144,7 +146,7 @@ def test_a_backward_pass_allocates_what_the_plan_says(
         check(found, peaks, most_alive(peaks, 1) + gradients)
 
 
-@pytest.mark.parametrize(("family", "layouts"), [*STORED_IN_TURN, *FLOATS])
+@pytest.mark.parametrize(("family", "layouts"), [*STORED_IN_TURN, *FLOATS, WITH_EXPERTS])
 def test_mezos_forwards_allocate_what_the_plan_says(
     tiny: Tiny, rng: Rng, family: str, layouts: str
 ) -> None:
