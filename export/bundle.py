@@ -21,7 +21,7 @@ from export.cut.unread import refuse_unread
 from export.graph_files import set_device, write_graphs
 from export.original import Original
 from export.passes.engine import ExportEngine
-from export.recipe import linear_names, stored_bytes, stored_forms
+from export.recipe import expert_names, linear_names, stored_bytes, stored_forms
 from export.sources.families import check_lengths
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
@@ -92,7 +92,7 @@ def _export(
     cut = cut_model(checkpoint.family, checkpoint.config)
     source = str(checkpoint.provenance["name"])
     refuse_unread(checkpoint.family, checkpoint.config, checkpoint.given, source)
-    config.lora.check_targets(linear_names(cut))
+    config.lora.check_targets(linear_names(cut), expert_names(cut))
     stored, copied = stored_forms(config, checkpoint, cut)
     _check_space(config, checkpoint, writer, stored)
     engine = None if make_engine is None else make_engine(writer.place)

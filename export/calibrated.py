@@ -45,6 +45,7 @@ class Calibration:
         Raises:
             DataError: the inputs are not finite, or too large.
         """
+        assert products.inputs is not None
         inputs = products.inputs()
         first = next(inputs)
         gram = Gram(first.shape[1], self.block)
@@ -108,7 +109,8 @@ def _write_products(
     tensors: Tensors, products: RowProducts, calibration: Calibration, tied: bool = False
 ) -> None:
     """Write the matrices of a product, quantized for its inputs where they are quantized at all."""
-    names = [name for name in products.names if tensors.is_quantized(name)]
+    seen = products.inputs is not None
+    names = [name for name in products.names if seen and tensors.is_quantized(name)]
     factor = calibration.factor(products, tied) if names else None
     for name in products.names:
         form = tensors.stored[name]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,11 @@ class Original:
         Returns why each has its bits.
         """
         assert self.engine is not None
+        experts = self._experts
         four_bit = {
             name: form
             for name, form in tensors.stored.items()
-            if isinstance(form, QuantizedForm) and self._is_layer(name)
+            if isinstance(form, QuantizedForm) and self._is_layer(name) and name not in experts
         }
         if self.config.calibrate is not None:
             rows, _ = self._split()
@@ -93,7 +95,13 @@ class Original:
                 f"{self.config.calibrate} gives {tokens} tokens for calibration, of "
                 f"{self.config.calibration_tokens} that would be used"
             )
-        names = [name for name in tensors.stored if tensors.is_quantized(name)]
+        quantized = [name for name in tensors.stored if tensors.is_quantized(name)]
+        names = [name for name in quantized if name not in self._experts]
+        if rounded := len(quantized) - len(names):
+            self.engine.note(
+                f"{rounded} matrices hold experts: these are rounded as without --calibrate, "
+                "because each expert sees a part of the tokens"
+            )
         shapes = {tensors.shape(name) for name in names}
         calibration, row_pass = self._planned(tensors, shapes, rows, tokens)
         write_calibrated(tensors, cut, row_pass, calibration)
@@ -104,6 +112,7 @@ class Original:
             "tokens": tokens,
             "damping": calibration.largest_damping,
             "block": calibration.block,
+            **({"rounded_experts": rounded} if rounded else {}),
         }
 
     def _planned(
@@ -184,6 +193,18 @@ class Original:
             for block in ends
             for operation in types[block.type].operations
         )
+
+    @cached_property
+    def _experts(self) -> set[str]:
+        """The matrices that hold experts."""
+        manifest = self.bundle.manifest
+        return {
+            name
+            for block in manifest.layers
+            for operation in manifest.block_types[block.type].operations
+            if operation.experts
+            for name in operation.matrices(block.tensor)
+        }
 
     @property
     def _is_text_model(self) -> bool:

@@ -2,7 +2,7 @@
 
 The integers of a quantized checkpoint are copied, unless bits are asked for. A float checkpoint is
 quantized to 4 bits in affine groups. Keys and values take 8 bits: their matrices are small, and
-errors there harm all later tokens.
+errors there harm all later tokens. So do routers, whose errors choose other experts.
 """
 
 from __future__ import annotations
@@ -22,22 +22,30 @@ from runtime.core.errors import UsageError
 
 @dataclass(frozen=True)
 class Use:
-    """A matrix, the block that uses it first, and whether LoRA may adapt it there."""
+    """A matrix, the block that uses it first, whether that is a layer, and whether it chooses.
+
+    A router, which chooses experts, has as many rows as there are of these.
+    """
 
     name: str
     block: int
-    adaptable: bool
+    in_layer: bool
+    routes: bool
 
 
 def matrices(cut: Cut) -> Iterator[Use]:
     """Every matrix of a model once, in the order of its blocks."""
     seen: set[str] = set()
     for index, block in enumerate(cut.blocks):
-        for operation in cut.block_types[block.type].operations:
-            for name in operation.matrices(block.tensor):
+        block_type = cut.block_types[block.type]
+        counts = {operation.experts for operation in block_type.operations} - {0}
+        for operation in block_type.operations:
+            rows = [block_type.values[name][-1] for name in operation.products]
+            for at, name in enumerate(operation.matrices(block.tensor)):
                 if name not in seen:
                     seen.add(name)
-                    yield Use(name, index, bool(operation.adaptable))
+                    routes = bool(operation.adaptable) and rows[at] in counts
+                    yield Use(name, index, 0 < index < len(cut.blocks) - 1, routes)
 
 
 def stored_forms(
@@ -49,13 +57,18 @@ def stored_forms(
         UsageError: the group size does not divide a matrix, or an option contradicts the source.
     """
     _check_names(config, cut)
+    if config.is_full and (experts := expert_names(cut)):
+        raise UsageError(
+            f"--trainable full: {', '.join(sorted(experts))} hold experts, which are not trained; "
+            "leave it out"
+        )
     stored: dict[str, StoredForm] = {}
     copied: set[str] = set()
     for use in matrices(cut):
         if config.is_full:
             stored[use.name] = FloatForm(cast(FloatType, config.storage))
             continue
-        asked = config.bits if use.adaptable else config.head_bits
+        asked = config.bits if use.in_layer else config.head_bits
         source_form = checkpoint.quantized_form(f"{use.name}.weight")
         if source_form is not None and asked is None:
             stored[use.name] = source_form
@@ -97,6 +110,17 @@ def linear_names(cut: Cut) -> set[str]:
     }
 
 
+def expert_names(cut: Cut) -> set[str]:
+    """The last parts of the names of all matrices of experts."""
+    return {
+        name.split(".")[-1]
+        for block_type in cut.block_types.values()
+        for operation in block_type.operations
+        if operation.experts
+        for name in operation.matrices(str)
+    }
+
+
 def _form(
     config: ExportConfig, checkpoint: Checkpoint, use: Use, asked: int | str | None
 ) -> StoredForm:
@@ -105,7 +129,7 @@ def _form(
     if asked == 16:
         return _short_form(checkpoint, f"{use.name}.weight")
     bits = 4 if asked in (None, "auto") else int(asked)
-    if asked != "auto" and use.name.split(".")[-1] in config.eight_bit_names:
+    if asked != "auto" and (use.routes or use.name.split(".")[-1] in config.eight_bit_names):
         bits = 8
     columns = checkpoint.shape(f"{use.name}.weight")[1]
     group = config.group_size

@@ -68,7 +68,8 @@ class Tensors:
             block_type = cut.block_types[block.type]
             for name, shape in block_type.parameters.items():
                 self.vector(block.tensor(name), shape)
-            for operation in block_type.operations:
+            # what is read whatever the tokens are lies together
+            for operation in sorted(block_type.operations, key=lambda one: one.experts > 0):
                 vectors = operation.vectors(block.tensor)
                 for name in operation.matrices(block.tensor):
                     self.matrix(name)

@@ -27,6 +27,7 @@ from export.cut.taps import (
     ConvolutionCall,
     DeltaCall,
     EmbeddingCall,
+    ExpertsCall,
     LayerCall,
     LayerTap,
     LinearCall,
@@ -44,6 +45,7 @@ from runtime.operations.attention import Attention
 from runtime.operations.convolution import Convolution
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.embedding import Embedding
+from runtime.operations.experts import Experts
 from runtime.operations.gated_delta import GatedDelta
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear, Product
@@ -325,7 +327,7 @@ def _described(calls: Sequence[Call]) -> str:
 
 
 # what attention reads are the first three of these, the gated delta rule all
-_PARTS = ("q", "k", "v", "decay", "beta")
+_PARTS = ("q", "k", "v", "decay", "beta"), ("in", "weights", "chosen")  # of taps
 _MIXERS = (ConvolutionCall, DeltaCall)  # what sees other tokens without a mask
 
 
@@ -364,6 +366,8 @@ class _LayerCutter:
                 output = self._add_convolution(call)
             elif isinstance(call, DeltaCall):
                 output = self._add_delta(call)
+            elif isinstance(call, ExpertsCall):
+                output = self._add_experts(call)
             else:
                 raise BundleError(
                     f"a layer holds an embedding, {call.name}; such models are not supported"
@@ -447,10 +451,20 @@ class _LayerCutter:
     def _add_delta(self, call: DeltaCall) -> str:
         """Add a gated delta rule. Returns the output's name."""
         count = sum(isinstance(operation, GatedDelta) for operation in self.operations)
-        keys = [f"delta{count}.{part}" for part in _PARTS]
+        keys = [f"delta{count}.{part}" for part in _PARTS[0]]
         q, k, v, decay, beta = self._reach(list(zip(keys, call.inputs, strict=True)))
         output = f"delta{count}.out"
         self.operations.append(GatedDelta((q, k, v, decay, beta), (output,)))
+        return output
+
+    def _add_experts(self, call: ExpertsCall) -> str:
+        """Add experts. Returns the output's name."""
+        keys = [f"{call.name}.{part}" for part in ("in", "weights", "chosen")]
+        x, weights, chosen = self._reach(list(zip(keys, call.inputs, strict=True)))
+        output = f"{call.name}.out"
+        gate, up, down = (f"{call.name}.{part}_proj" for part in ("gate", "up", "down"))
+        inputs, how = (x, weights, chosen), (call.count, call.activation)
+        self.operations.append(Experts(inputs, (output,), gate, up, down, *how))
         return output
 
     def _reach(self, inputs: list[tuple[str, mx.array]]) -> list[str]:
@@ -496,7 +510,7 @@ class _LayerCutter:
 def _part(target: str) -> int:
     """The index of a value among a tap's inputs; that of a product is its only one."""
     last = target.rpartition(".")[2]
-    return _PARTS.index(last) if last in _PARTS else 0
+    return next((parts.index(last) for parts in _PARTS if last in parts), 0)
 
 
 def _length(given: Mapping[str, mx.array], shapes: dict[str, Shape]) -> int:

@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten
 
 from export.sources import capped
 from runtime.core.errors import BundleError
+from runtime.operations.elementwise import Activation
 
 SHORTEST_PROBE = 13
 # transformers' names of activations -> MLX's; the last three are one function
@@ -101,6 +102,14 @@ class DeltaCall(Call):
     """The gated delta rule of (q, k, v, log of the decay, beta)."""
 
 
+@dataclass(frozen=True)
+class ExpertsCall(Call):
+    """Gated MLPs, of which each token takes some: of (x, weights, numbers as floats)."""
+
+    count: int
+    activation: Activation
+
+
 class Tape:
     """The calls of one run, in order. Taps return `outputs`; without them, zeros or random values.
 
@@ -114,6 +123,7 @@ class Tape:
         self.positions: mx.array | None = None  # (T, D), of learned positions; without it, zeros
         self.padded: list[tuple[mx.array, mx.array]] = []  # before the first token, and what it was
         self._outputs = outputs
+        self._batched: dict[int, tuple[mx.array, mx.array]] = {}
 
     @property
     def replays(self) -> bool:
@@ -126,6 +136,13 @@ class Tape:
             return self._outputs[len(self.calls)]
         key = mx.random.key(len(self.calls))
         return mx.random.normal(shape, key=key) if self._drawn else mx.zeros(shape)
+
+    def batched(self, x: mx.array) -> mx.array:
+        """x (T, C) as (1, T, C), the same array whenever it is asked for; others as they are."""
+        if x.ndim != 2:
+            return x
+        _, whole = self._batched.setdefault(id(x), (x, x[None]))
+        return whole
 
     def record(self, call: Call) -> mx.array:
         """Append a call; returns its output."""
@@ -152,8 +169,10 @@ class _LinearTap(_Tap):
 
     def __call__(self, x: mx.array) -> mx.array:
         tape = self.taps.tape
-        output = tape.output((*x.shape[:-1], self.rows))
-        return tape.record(LinearCall(self.name, (x,), output, self.bias))
+        given = tape.batched(x)
+        output = tape.output((*given.shape[:-1], self.rows))
+        y = tape.record(LinearCall(self.name, (given,), output, self.bias))
+        return y if x.ndim == y.ndim else y.squeeze(0)
 
 
 class _EmbeddingTap(_Tap):
@@ -319,10 +338,15 @@ class Taps:
         self._tap(model)
 
     def _tap(self, root: nn.Module) -> None:
+        from mlx_lm.models.switch_layers import SwitchGLU
+
+        from export.cut.experts import ExpertsTap  # which is built on these taps
+
         makers = {
             nn.Linear: _LinearTap,
             nn.Embedding: _EmbeddingTap,
             nn.Conv1d: _ConvolutionTap,
+            SwitchGLU: ExpertsTap,
         }
         parents = dict(root.named_modules())
         for path, child in list(parents.items()):

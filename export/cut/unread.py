@@ -21,6 +21,7 @@ from export.sources.general import (
     arguments_of,
     default_settings,
     is_neutral_name,
+    known_name,
     settings_of,
 )
 from export.sources.settings import neutral_settings
@@ -79,11 +80,12 @@ def unread(
             found[key] = value  # classes cap with their own number, then
         if _is_neutral(key) or _is_off(key, value, settings):
             continue
-        if defaults is not None and key not in defaults and key not in known:
+        own = known_name(key, known)
+        if defaults is not None and key not in defaults and own not in known:
             continue  # of which the checkpoint's reader has told
-        if key in known or key in config:
+        if own in known or key in config:
             before = before or _checked(family, config, where)
-            if _traced(family, {**config, key: another_value(key, value)}) != before:
+            if _traced(family, {**config, own: another_value(key, value)}) != before:
                 continue
         changes_layers = re.search(
             "window|rotary|model_base", key

@@ -30,10 +30,14 @@ from runtime.storage.activations import RowValues
 
 @dataclass(frozen=True)
 class RowProducts:
-    """Products of one input with one or several matrices, which are about to be computed."""
+    """Products of one input with one or several matrices, which are about to be computed.
+
+    inputs: (T, C) of each row, to be read at once, since memory is reused. None of experts: each
+    sees some tokens only.
+    """
 
     names: tuple[str, ...]  # of the matrices
-    inputs: Callable[[], Iterator[F32]]  # (T, C) of each row; read at once, memory is reused
+    inputs: Callable[[], Iterator[F32]] | None
 
 
 class RowPass:
@@ -82,8 +86,8 @@ class RowPass:
                     continue
                 self._run(index, begin, stop)
                 begin = stop
-                (name,) = instruction.operation.activations
-                yield RowProducts(names, partial(self._inputs, name))
+                name, *others = instruction.operation.activations
+                yield RowProducts(names, None if others else partial(self._inputs, name))
             self._run(index, begin, len(lowered.forward))
             for row, model in enumerate(self.models):
                 values = self.values.get(row)

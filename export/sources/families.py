@@ -290,10 +290,18 @@ def expected_shapes(
 
 
 def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters of one of mlx-lm's models, by name."""
+    """Shapes of all parameters of one of mlx-lm's models, by name.
+
+    Matrices of experts, which mlx-lm stacks as (experts, out, in), are (experts * out, in).
+    """
     from mlx.utils import tree_flatten
 
-    return {name: tuple(array.shape) for name, array in tree_flatten(model.parameters())}
+    shapes = {name: tuple(array.shape) for name, array in tree_flatten(model.parameters())}
+    for path, module in model.named_modules():
+        if type(module).__name__ == "SwitchLinear":
+            count, out, width = shapes[f"{path}.weight"]
+            shapes[f"{path}.weight"] = (count * out, width)
+    return shapes
 
 
 def _not_finite(value: Any, name: str = "") -> Iterator[str]:

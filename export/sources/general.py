@@ -12,9 +12,10 @@ import inspect
 import io
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,12 +37,15 @@ _SAME = (
     ),
     ("n_positions", "n_ctx"),
     ("hidden_size", "block_dim"),
+    ("num_local_experts", "num_experts"),
 )
 # what Ministral 3 has beside a scaling of positions: a scale of queries far from the start
 _BESIDE_SCALING = ("llama_4_scaling_beta", "max_position_embeddings")
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
 _MAX_LAYERS = 1024
+_FEW = 8  # columns of the arrays that stand for tensors where there are experts
+_MOST_PARTS = 4096  # of which a tensor is joined: not if every other row is taken
 # what is kept although mlx-lm's class may not take it
 _KEPT = (
     *("vocab_size", "max_position_embeddings", "pad_token_id"),
@@ -235,6 +239,12 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
     return {**config, "model_type": family, "num_hidden_layers": layers}
 
 
+def known_name(key: str, known: Collection[str]) -> str:
+    """The name that a class whose arguments are `known` has for a setting; else the name itself."""
+    same = next((names for names in _SAME if key in names), ())
+    return key if key in known else next((name for name in same if name in known), key)
+
+
 def _others_needed(family: str, config: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     """What mlx-lm's class needs and transformers has under another name, or no setting for."""
     heads, found = config.get("num_attention_heads"), {}
@@ -343,7 +353,7 @@ def _one_scope(nested: dict[str, Any], family: str, where: str) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor that mlx-lm makes of a checkpoint's: some of its rows, or all of it transposed."""
+    """A part of a tensor that mlx-lm makes: rows of a checkpoint's, or all of it transposed."""
 
     source: str
     first: int
@@ -351,48 +361,57 @@ class Made:
     transposed: bool = False
 
 
-def tensors_made(model: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, Made]:
+def tensors_made(
+    model: Any, shapes: Mapping[str, tuple[int, ...]], where: str
+) -> dict[str, list[Made]]:
     """The tensors that mlx-lm's `model` makes of a checkpoint's in `sanitize`, by their names.
 
+    Each is parts of the checkpoint's, one below the other; those of (N, R, C) are N * R rows.
     `sanitize` is run on arrays that hold the numbers of their rows and columns, which take no
-    memory. Raises BundleError where it does anything else than to rename tensors, to split them by
-    rows, to transpose them, and to leave some out.
+    memory; where experts are stacked, the arrays have few columns. Raises BundleError where it does
+    anything else than to rename tensors, to split and to join them by rows, to transpose them, and
+    to leave some out.
     """
     import mlx.core as mx
 
+    heights = [prod(shape[:-1]) if len(shape) > 1 else prod(shape) for shape in shapes.values()]
     if not hasattr(model, "sanitize"):
-        return {name: Made(name, 0, shape[0] if shape else 1) for name, shape in shapes.items()}
+        return {name: [Made(name, 0, rows)] for name, rows in zip(shapes, heights, strict=True)}
 
-    heights = [shape[0] if shape else 1 for shape in shapes.values()]
+    if any(type(module).__name__ == "SwitchLinear" for _, module in model.named_modules()):
+        shapes = {
+            name: (*shape[:-1], min(_FEW, shape[-1])) if len(shape) > 1 else shape
+            for name, shape in shapes.items()
+        }
     starts = dict(zip(shapes, accumulate(heights[:-1], initial=0), strict=True))
 
-    def numbered(axis: int) -> dict[str, Any]:
-        arrays = {}
-        for name, shape in shapes.items():
-            numbers = mx.arange(shape[axis] if len(shape) > axis else 1)
-            numbers = numbers + starts[name] if axis == 0 else numbers
-            places = [1] * len(shape)
-            if len(shape) > axis:
-                places[axis] = -1
-            arrays[name] = mx.broadcast_to(numbers.reshape(places), shape)
-        return arrays
+    def of_rows(name: str, shape: tuple[int, ...], rows: int) -> Any:
+        numbers = mx.arange(rows) + starts[name]
+        return mx.broadcast_to(
+            numbers.reshape(shape if len(shape) < 2 else (*shape[:-1], 1)), shape
+        )
 
-    rows_in, columns_in = numbered(0), numbered(1)
+    def of_columns(shape: tuple[int, ...]) -> Any:
+        return mx.broadcast_to(mx.arange(shape[-1]), shape) if len(shape) > 1 else mx.zeros(shape)
+
+    sized = zip(shapes.items(), heights, strict=True)
+    rows_in = {name: of_rows(name, shape, rows) for (name, shape), rows in sized}
+    columns_in = {name: of_columns(shape) for name, shape in shapes.items()}
     names = {id(array): name for name, array in rows_in.items()}
     try:
         rows_out, columns_out = model.sanitize(dict(rows_in)), model.sanitize(dict(columns_in))
     except (LookupError, ValueError, TypeError, AttributeError) as e:
         raise BundleError(f"{where}: mlx-lm cannot read these tensors: {e!r:.200}") from e
-    made = {}
+    made: dict[str, list[Made]] = {}
+    of_source = dict(zip(shapes, heights, strict=True))
     for name, array in rows_out.items():
         source = names.get(id(array))
         if source is not None:
-            made[name] = Made(source, 0, shapes[source][0] if shapes[source] else 1)
+            made[name] = [Made(source, 0, of_source[source])]
             continue
-        part = _rows_of(array, columns_out[name], shapes, starts)
-        if part is None:
+        made[name] = _parts_of(array, columns_out[name], shapes, starts)
+        if not made[name]:
             raise BundleError(f"{where}: mlx-lm rearranges {name}, which is not supported")
-        made[name] = part
     return made
 
 
@@ -425,25 +444,41 @@ def shifts(model: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> dic
     return found
 
 
-def _rows_of(
+def _parts_of(
     rows: Any, columns: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
-) -> Made | None:
-    """The part of a tensor that arrays of numbers of its rows and columns are, if it is such."""
-    if rows.ndim != 2:
-        return None
-    transposed = rows[0, 0].item() != rows[0, -1].item()
-    if transposed:
-        rows, columns = rows.T, columns.T
-    numbers, across = np.array(rows[:, 0]), np.array(columns[0])
+) -> list[Made]:
+    """The parts of tensors of which an array of numbers consists; none if it is not made so."""
+    if rows.ndim not in (2, 3):
+        return []
+    # of all matrices that are stacked, the first row
+    numbers, across = np.array(rows[..., 0]).reshape(-1), np.array(columns[..., 0, :]).reshape(-1)
+    if rows.ndim == 2 and rows[0, 0].item() != rows[0, -1].item():
+        return _transposed(rows, columns, shapes, starts)
+    width, sources = rows.shape[-1], [*starts]
+    owners = np.searchsorted([*starts.values()], numbers, side="right") - 1
+    breaks = np.flatnonzero((np.diff(numbers) != 1) | (np.diff(owners) != 0)) + 1
+    if len(breaks) >= _MOST_PARTS or not (across.reshape(-1, width) == np.arange(width)).all():
+        return []
+    parts = []
+    for first, last in pairwise([0, *breaks.tolist(), len(numbers)]):
+        source = sources[owners[first]]
+        if len(shapes[source]) not in (2, 3) or shapes[source][-1] != width:
+            return []
+        parts.append(Made(source, int(numbers[first]) - starts[source], last - first))
+    return parts
+
+
+def _transposed(
+    rows: Any, columns: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
+) -> list[Made]:
+    """The whole matrix whose numbers these are, transposed; none if there is no such matrix."""
+    numbers, across = np.array(rows[0]), np.array(columns[:, 0])
     source = max((name for name in starts if starts[name] <= numbers[0]), key=starts.__getitem__)
-    first = int(numbers[0]) - starts[source]
-    consecutive = np.array_equal(numbers, numbers[0] + np.arange(len(numbers)))
-    inside = first + len(numbers) <= shapes[source][0] and len(shapes[source]) == 2
-    if not (consecutive and inside and np.array_equal(across, np.arange(shapes[source][1]))):
-        return None
-    if transposed:
-        return Made(source, 0, len(across), True) if shapes[source][0] == len(numbers) else None
-    return Made(source, first, len(numbers))
+    same = shapes[source] == (len(numbers), len(across))
+    in_order = np.array_equal(numbers, starts[source] + np.arange(len(numbers)))
+    if not (same and in_order and np.array_equal(across, np.arange(len(across)))):
+        return []
+    return [Made(source, 0, len(across), transposed=True)]
 
 
 # dropout, numbers of tokens, how training began, blocks that are refused where there are any, and

@@ -5,7 +5,7 @@ The weights may be floats or quantized by MLX.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ from export.sources.families import (
     parameter_shapes,
     text_config,
 )
-from export.sources.general import completed, shifts, tensors_made
+from export.sources.general import Made, completed, shifts, tensors_made
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
 from export.sources.safetensors_files import (
     FLOAT_TYPES,
+    AnyTensor,
+    JoinedTensor,
     SafetensorsFile,
     StoredTensor,
     open_shards,
@@ -216,34 +218,35 @@ def _refuse_others(folder: Path) -> None:
 
 def _language_model(
     files: list[SafetensorsFile], model: Any, where: str
-) -> tuple[dict[str, StoredTensor], list[str], bool]:
+) -> tuple[dict[str, AnyTensor], list[str], bool]:
     """The language model's tensors, by the names in mlx-lm's `model`, and the names of the others.
 
     And whether mlx-lm has other tensors than the checkpoint. Raises BundleError where there is
     none, or two have the same name.
     """
-    tensors: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     for tensor in (tensor for file in files for tensor in file.tensors.values()):
         name = _inner_name(unwrapped(tensor.name), NAMES.get(model.model_type, ()))
-        if name in tensors:
+        if name in stored:
             raise BundleError(
-                f"{where}: {tensors[name].name} and {tensor.name} are both {name}; it holds two "
+                f"{where}: {stored[name].name} and {tensor.name} are both {name}; it holds two "
                 "models, of which one must go"
             )
-        tensors[name] = tensor
+        stored[name] = tensor
     expected = parameter_shapes(model)
-    own = {_inner_name(unwrapped(tensor.name), ()) for tensor in tensors.values()}
-    if not tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}:
-        made = tensors_made(model, {name: tensor.shape for name, tensor in tensors.items()}, where)
-        tensors = {
-            name: tensors[part.source].transposed()
-            if part.transposed
-            else tensors[part.source].part(part.first, part.rows)
-            for name, part in made.items()
-        }
-    elif any(tensors[name].shape != shape for name, shape in expected.items() if name in tensors):
-        added = shifts(model, {name: tensor.shape for name, tensor in tensors.items()}, where)
-        tensors |= {name: replace(tensors[name], shift=shift) for name, shift in added.items()}
+    own = {_inner_name(unwrapped(tensor.name), ()) for tensor in stored.values()}
+    tensors = dict[str, AnyTensor](stored)
+    if not stored.keys() >= expected.keys() - {f"{_HEAD}.weight"}:
+        made = tensors_made(model, {name: tensor.shape for name, tensor in stored.items()}, where)
+        tensors = {name: _joined(stored, parts) for name, parts in made.items()}
+    elif any(stored[name].shape != shape for name, shape in expected.items() if name in stored):
+        added = shifts(model, {name: tensor.shape for name, tensor in stored.items()}, where)
+        tensors |= {name: replace(stored[name], shift=shift) for name, shift in added.items()}
+    # experts, which a file has one behind the other
+    tensors = {
+        name: tensor.flat() if _holds_experts(name, expected) else tensor
+        for name, tensor in tensors.items()
+    }
     parts = _parts(expected)
     others = [tensor.name for name, tensor in tensors.items() if not name.startswith(parts)]
     tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(parts)}
@@ -255,6 +258,24 @@ def _language_model(
             "it with transformers' save_pretrained, as a model for causal language modelling"
         )
     return tensors, others, not own >= tensors.keys()
+
+
+def _joined(tensors: Mapping[str, StoredTensor], parts: list[Made]) -> AnyTensor:
+    """A tensor that is parts of a file's tensors, by rows, or a transposed one."""
+    first, *others = parts
+    tensor = tensors[first.source]
+    if first.transposed:
+        return tensor.transposed()
+    if not others and (not tensor.shape or first.rows == tensor.flat().shape[0]):
+        return tensor
+    return JoinedTensor(
+        tuple(tensors[part.source].flat().part(part.first, part.rows) for part in parts)
+    )
+
+
+def _holds_experts(name: str, expected: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a tensor, of a matrix or of its scales, is of what a bundle stores as a matrix."""
+    return len(expected.get(f"{name.rpartition('.')[0]}.weight", ())) == 2
 
 
 def _number(name: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from export.sources.safetensors_files import FLOAT_TYPES, StoredTensor
+from export.sources.safetensors_files import FLOAT_TYPES, AnyTensor
 from export.stored import QuantizedForm, words_of
 from runtime.core.errors import BundleError
 
@@ -32,7 +32,7 @@ class Layout:
     form: QuantizedForm
 
 
-def _all_floats(tensors: Mapping[str, StoredTensor]) -> bool:
+def _all_floats(tensors: Mapping[str, AnyTensor]) -> bool:
     """Whether these are plain weights, though a configuration may still speak of quantization."""
     return all(
         tensor.dtype in FLOAT_TYPES and name.endswith((".weight", ".bias", ".inv_freq"))
@@ -41,7 +41,7 @@ def _all_floats(tensors: Mapping[str, StoredTensor]) -> bool:
 
 
 def find_layouts(
-    raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor], where: str
+    raw: Mapping[str, Any], tensors: Mapping[str, AnyTensor], where: str
 ) -> dict[str, Layout]:
     """The layout of each quantized matrix, by the name of its weight.
 
@@ -88,7 +88,7 @@ def find_layouts(
     return layouts
 
 
-def matrix_shape(tensor: StoredTensor, bits: int) -> tuple[int, int]:
+def matrix_shape(tensor: AnyTensor, bits: int) -> tuple[int, int]:
     """(out, in) of a matrix that is stored as (out, in * bits / 32) words."""
     out, words = tensor.shape
     return out, words * 32 // bits
@@ -126,7 +126,7 @@ def _integers(settings: Any, where: str) -> tuple[int, int]:
 
 
 def _check_parts(
-    base: str, bits: int, group_size: int, tensors: Mapping[str, StoredTensor], where: str
+    base: str, bits: int, group_size: int, tensors: Mapping[str, AnyTensor], where: str
 ) -> None:
     for part, types in _PART_TYPES.items():
         tensor = tensors.get(f"{base}.{part}")

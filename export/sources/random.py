@@ -79,6 +79,13 @@ def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _experts(count: int, chosen: int, inner: int) -> dict[str, Any]:
+    return {
+        "num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": inner,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+
+
 _TINY: dict[str, Any] = {"vocab_size": 320, "max_position_embeddings": 1024}
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": _qwen("qwen2", 896, 4864, 24, 14, 2),
@@ -98,6 +105,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e5,
     },
+    "qwen3-30b-a3b": {
+        **_qwen("qwen3_moe", 2048, 6144, 48, 32, 4),
+        **_experts(128, 8, 768),
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
     "gemma3-270m": _gemma(640, 2048, 18, 4, 1, 512),
     "gemma3-1b": _gemma(1152, 6912, 26, 4, 1, 512),
     "gemma3-4b": {
@@ -114,6 +127,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "opt-13b": _opt(5120, 40, 40),
     "tiny-qwen2": {**_qwen("qwen2", 128, 192, 2, 4, 2), **_TINY},
     "tiny-qwen3": {**_qwen("qwen3", 128, 192, 2, 4, 2), **_TINY, "head_dim": 64},
+    "tiny-qwen3-moe": {
+        **_qwen("qwen3_moe", 128, 192, 2, 4, 2),
+        **_TINY,
+        **_experts(8, 2, 256),
+        "head_dim": 64,
+    },
     "tiny-llama": {
         **_qwen("llama", 128, 192, 2, 4, 2),
         **_TINY,

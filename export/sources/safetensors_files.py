@@ -33,7 +33,7 @@ class StoredTensor:
     """A tensor of a file: its name there, safetensors' name of its type, its shape (of a number 1).
 
     Or some of its rows, from `first` on, or all of it, transposed; and what mlx-lm adds to its
-    values.
+    values. With `inner`, the file has matrices of so many rows each, one below the other.
     """
 
     name: str
@@ -42,12 +42,19 @@ class StoredTensor:
     _file: Any
     first: int = 0
     is_transposed: bool = False
+    shift: float = 0.0  # is added to all values
+    inner: int = 0
 
     def transposed(self) -> StoredTensor:
         """The whole tensor, transposed."""
         return replace(self, shape=self.shape[::-1], is_transposed=True)
 
-    shift: float = 0.0  # is added to all values
+    def flat(self) -> StoredTensor:
+        """A tensor (N, R, C) as the matrix (N * R, C), others as they are."""
+        if len(self.shape) != 3:
+            return self
+        count, inner, columns = self.shape
+        return replace(self, shape=(count * inner, columns), inner=inner)
 
     def part(self, first: int, rows: int) -> StoredTensor:
         """So many rows of it, from `first` on."""
@@ -61,16 +68,63 @@ class StoredTensor:
         read_as = _READ_AS[self.dtype]
         if start == stop:  # the library refuses an empty slice
             return np.empty((0, *self.shape[1:]), read_as)
-        view = self._file.get_slice(self.name)
+        view, top, end = self._file.get_slice(self.name), self.first + start, self.first + stop
         rows: npt.NDArray[Any]
         if self.is_transposed:
             rows = np.ascontiguousarray(view[:, start:stop].T)
+        elif self.inner:
+            rows = self._rows_of_stacked(view, top, end)
         elif view.get_shape():
-            rows = view[self.first + start : self.first + stop]
+            rows = view[top:end]
         else:  # a number is a vector of one
             rows = self._file.get_tensor(self.name).reshape(1)
         rows = rows.astype(read_as, copy=False)
         return rows.astype(np.float32) + np.float32(self.shift) if self.shift else rows
+
+    def _rows_of_stacked(self, view: Any, start: int, stop: int) -> npt.NDArray[Any]:
+        parts = []
+        for number in range(start // self.inner, -(-stop // self.inner)):
+            top = number * self.inner
+            within = slice(max(start - top, 0), min(stop - top, self.inner))
+            parts.append(view[number : number + 1, within][0])
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class JoinedTensor:
+    """Matrices of files, or parts of such, one below the other: see `StoredTensor`."""
+
+    parts: tuple[StoredTensor, ...]
+
+    @property
+    def name(self) -> str:
+        return self.parts[0].name
+
+    @property
+    def dtype(self) -> str:
+        """Their common type; each one's where there is none."""
+        return "/".join(sorted({part.dtype for part in self.parts}))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    def flat(self) -> JoinedTensor:
+        """The same: it is a matrix."""
+        return self
+
+    def rows(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Rows start:stop, as a fresh array."""
+        found, top = [], 0
+        for part in self.parts:
+            first, last = max(start - top, 0), min(stop - top, part.shape[0])
+            if first < last:
+                found.append(part.rows(first, last))
+            top += part.shape[0]
+        return np.concatenate(found) if found else self.parts[0].rows(0, 0)
+
+
+AnyTensor = StoredTensor | JoinedTensor
 
 
 class SafetensorsFile:

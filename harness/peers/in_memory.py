@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
+from mlx.utils import tree_flatten
 
 from export.sources.families import build_model
 from runtime.arrays.stored import Block, Matrix
@@ -50,7 +51,11 @@ def dense_model(bundle: Bundle) -> nn.Module:
     weights = Weights(bundle)
     values = {f"{name}.weight": dequantized(weights, m) for name, m in manifest.matrices.items()}
     values |= {name: weights.vector(name) for name in manifest.vectors}
-    model.load_weights(list(values.items()), strict=True)
+    shapes = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    stacked = [
+        (name, value.reshape(shapes.get(name, value.shape))) for name, value in values.items()
+    ]
+    model.load_weights(stacked, strict=True)
     return model
 
 

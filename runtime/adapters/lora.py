@@ -56,9 +56,17 @@ class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         """The first of `count` transformer layers that gets adapters."""
         return 0 if self.layers == ALL_LAYERS else max(0, count - self.layers)
 
-    def check_targets(self, names: Collection[str]) -> None:
-        """Raise UsageError for a target that is not among a model's `names` of linear layers."""
+    def check_targets(self, names: Collection[str], experts: Collection[str] = ()) -> None:
+        """Raise UsageError for a target that is not among a model's `names` of linear layers.
+
+        `experts` are the names of matrices of experts, which have no adapters.
+        """
         unknown = [] if self.targets == ALL_LINEAR else sorted(set(self.targets) - set(names))
+        if of_experts := sorted(set(unknown) & set(experts)):
+            raise UsageError(
+                f"--lora-targets {','.join(of_experts)}: these are experts, which have no adapters "
+                f"here; the linear layers are {', '.join(sorted(names))}"
+            )
         if unknown:
             raise UsageError(
                 f"--lora-targets {','.join(unknown)}: the model has no such linear layer; it has "

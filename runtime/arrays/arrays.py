@@ -49,6 +49,9 @@ class Arrays(Protocol):
     def add_to(self, whole: mx.array, where: Any, part: mx.array) -> None:
         """whole[where] += part, evaluated; `part` may be broadcast."""
 
+    def add_rows(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
+        """whole[rows] += part, evaluated, for distinct rows."""
+
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         """A contiguous copy of x[where], evaluated."""
 
@@ -110,6 +113,10 @@ class CpuArrays:
     def add_to(self, whole: mx.array, where: Any, part: mx.array) -> None:
         changed = view(whole)[where]
         np.add(changed, view(part), out=changed)
+
+    @quiet
+    def add_rows(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
+        view(whole)[rows] += view(part)
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         taken = view(x)[where]
@@ -201,6 +208,10 @@ class GpuArrays:
 
     def add_to(self, whole: mx.array, where: Any, part: mx.array) -> None:
         whole[...] = whole.at[where].add(part)  # in place: a slice that is held would be copied
+        self.settle(whole)
+
+    def add_rows(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
+        whole[...] = whole.at[mx.array(rows)].add(part)
         self.settle(whole)
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:

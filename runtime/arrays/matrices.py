@@ -50,10 +50,14 @@ class Matrices:
         for known in (self._of_block, self.materialized):
             if key in known:
                 return known[key]
-        ready = self._ready(matrix, start, stop)
+        ready = self._ready(matrix, start, stop, self.by_columns(matrix))
         if self.materialize_blocks:
             self._of_block[key] = ready
         return ready
+
+    def part(self, matrix: Matrix, start: int, stop: int, by_columns: bool = False) -> ReadyTile:
+        """Rows or columns of a matrix of which no tile stays dequantized."""
+        return self._ready(matrix, start, stop, by_columns)
 
     def input(self, x: mx.array, matrix: Matrix) -> Input:
         """x (T, C) as the matrix's tiles take it, dequantized ones among them if there are any."""
@@ -68,9 +72,9 @@ class Matrices:
         """The products with dequantized tiles."""
         return self.other_products or Float32Products(self.arrays)
 
-    def _ready(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
+    def _ready(self, matrix: Matrix, start: int, stop: int, by_columns: bool) -> ReadyTile:
         with self.profile.span("read"):
-            read = self.weights.columns if self.by_columns(matrix) else self.weights.tile
+            read = self.weights.columns if by_columns else self.weights.tile
             tile = read(matrix, start, stop)
             self.profile.settle(*tile.arrays)
         with self.profile.span("unpack"):
@@ -87,7 +91,7 @@ class Matrices:
         places = [(matrix, *part) for matrix in chosen for part in self.ranges(matrix)]
         empty = [ReadyTile.empty(*self._shape(*place), self.products) for place in places]
         for (matrix, start, stop), tile in zip(places, empty, strict=True):
-            tile.fill(self._ready(matrix, start, stop), self.arrays)
+            tile.fill(self._ready(matrix, start, stop, self.by_columns(matrix)), self.arrays)
             self.materialized[matrix.packed.offset, start, stop] = tile
 
     def by_columns(self, matrix: Matrix) -> bool:

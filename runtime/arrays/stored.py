@@ -68,6 +68,25 @@ class Matrix(Record, frozen=True):
     def nbytes(self) -> int:
         return sum(extent.nbytes for extent in self.extents)
 
+    def part(self, number: int, of: int) -> Matrix:
+        """Matrix `number` of the `of` equal ones that are stacked in this one by rows."""
+
+        def cut(extent: Extent | None) -> Extent | None:
+            if extent is None:
+                return None
+            nbytes, shape = extent.nbytes // of, (extent.shape[0] // of, *extent.shape[1:])
+            return Extent(extent.offset + number * nbytes, nbytes, extent.dtype, shape)
+
+        packed = cut(self.packed)
+        assert packed is not None
+        return msgspec.structs.replace(
+            self,
+            rows=self.rows // of,
+            packed=packed,
+            scales=cut(self.scales),
+            biases=cut(self.biases),
+        )
+
     @property
     def groups(self) -> int:
         """How many groups share a scale, in the whole matrix; 0 in floating point."""

@@ -232,6 +232,18 @@ class Manifest(Record, frozen=True):
         paths = (name for block in self.layers for name in self._adaptable(block))
         return tuple(sorted({name.split(".")[-1] for name in paths}))
 
+    @property
+    def expert_names(self) -> tuple[str, ...]:
+        """The last parts of the names of all matrices of experts, sorted."""
+        names = {
+            name.split(".")[-1]
+            for block in self.layers
+            for operation in self.block_types[block.type].operations
+            if operation.experts
+            for name in operation.matrices(str)
+        }
+        return tuple(sorted(names))
+
     def with_lora(self, lora: LoraSettings) -> Manifest:
         """The same model with other adapters than the bundle's default."""
         return msgspec.structs.replace(self, lora=lora)
@@ -264,6 +276,21 @@ def block_range(manifest: Manifest, block: Block) -> tuple[int, int]:
         min(extent.offset for extent in extents),
         max(extent.offset + extent.nbytes for extent in extents),
     )
+
+
+def dense_range(manifest: Manifest, block: Block) -> tuple[int, int]:
+    """Where in weights.bin the part of a block is that is read whatever its tokens are.
+
+    It ends where the first tensor begins of which tokens choose parts.
+    """
+    start, stop = block_range(manifest, block)
+    chosen = [
+        manifest.matrices[name].packed.offset
+        for operation in manifest.block_types[block.type].operations
+        if operation.experts
+        for name in operation.matrices(block.tensor)
+    ]
+    return start, min([stop, *chosen])
 
 
 def read_manifest(data: bytes, where: str) -> Manifest:

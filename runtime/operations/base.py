@@ -45,7 +45,8 @@ class Execution:
     """How operations run at one sequence bucket: all sizes that the lowering has decided.
 
     `tile_rows` says how many rows of a matrix are dequantized at once, and `tile_columns` how many
-    columns of those that are taken by columns. `chunk_rows` says how many rows of the vocabulary
+    columns of those that are taken by columns; `expert_columns` says the same of matrices of which
+    an expert at a time is taken. `chunk_rows` says how many rows of the vocabulary
     the head takes at once, `attention_block` how many queries attention takes at once.
     `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
     floating point are multiplied a tile at a time, on every device. Other products are computed in
@@ -56,6 +57,7 @@ class Execution:
     bucket: int
     tile_rows: Mapping[str, int]
     tile_columns: Mapping[str, int]
+    expert_columns: Mapping[str, int]
     chunk_rows: int
     attention_block: int
     packed: bool
@@ -108,9 +110,10 @@ class Execution:
 
     def largest_tile_bytes(self) -> int:
         """The most bytes that any matrix's tile takes while it is dequantized."""
+        columns = {**self.tile_columns, **self.expert_columns}
         return max(
             self.dequantizing_bytes(
-                matrix, self.tile_rows[name] * self.tile_columns.get(name, matrix.columns)
+                matrix, self.tile_rows[name] * columns.get(name, matrix.columns)
             )
             for name, matrix in self.tables.matrices.items()
         )
@@ -189,6 +192,14 @@ class Operation(
     """Whether what it keeps while it decodes tells what preceded any of the last tokens."""
     cheap: ClassVar[bool] = False
     """Whether recomputing its results where they are read costs next to nothing."""
+
+    @property
+    def experts(self) -> int:
+        """How many experts its matrices hold, one below the other; 0 if they hold none.
+
+        Those that tokens choose are read when they are needed, and none stay dequantized.
+        """
+        return 0
 
     @property
     def label(self) -> str:

@@ -15,6 +15,8 @@ from runtime.operations.elementwise import Elementwise
 from runtime.operations.elementwise_kernel import ElementwiseKernel
 from runtime.operations.embedding import Embedding
 from runtime.operations.embedding_kernel import EmbeddingKernel
+from runtime.operations.experts import Experts
+from runtime.operations.experts_kernel import ExpertsKernel
 from runtime.operations.gated import Gated
 from runtime.operations.gated_delta import CachedGatedDelta, GatedDelta
 from runtime.operations.gated_delta_kernel import CachedGatedDeltaKernel, GatedDeltaKernel
@@ -33,6 +35,7 @@ KERNELS: dict[type[Operation], Callable[[Tools], Kernel]] = {
     Attention: AttentionKernel,
     Convolution: ConvolutionKernel,
     GatedDelta: GatedDeltaKernel,
+    Experts: ExpertsKernel,
     Elementwise: ElementwiseKernel,
     Gated: GatedKernel,
     Placed: PlacedKernel,

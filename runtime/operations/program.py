@@ -11,12 +11,15 @@ from runtime.operations.base import Operation
 from runtime.operations.convolution import Convolution
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.embedding import Embedding
+from runtime.operations.experts import Experts
 from runtime.operations.gated_delta import GatedDelta
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear
 from runtime.operations.values import Shape
 
-StoredOperation = Embedding | Linear | Attention | Convolution | GatedDelta | Elementwise | Head
+StoredOperation = (
+    Embedding | Linear | Attention | Convolution | GatedDelta | Experts | Elementwise | Head
+)
 """The operations that a bundle may hold; by their tags a manifest is decoded."""
 
 

@@ -79,9 +79,11 @@ class SlicedMlp(Function, frozen=True):
         summed = kinds * given + RANKS * tokens * execution.rank * F32
         if tokens < call.tokens:
             summed += tokens * down.rows * F32  # the part of the result
-        of_down = _tile(down, down.rows * width, execution)
+        of_down = tile_most(down, down.rows * width, execution)
         if not call.backward:
-            of_gate = max(_tile(matrix, width * matrix.columns, execution) for matrix in (gate, up))
+            of_gate = max(
+                tile_most(matrix, width * matrix.columns, execution) for matrix in (gate, up)
+            )
             observed = tokens * down.columns * F32 if call.observed else 0
 
             def lanes(count: int) -> int:
@@ -106,7 +108,7 @@ class SlicedMlp(Function, frozen=True):
         return execution.tile_columns[name]
 
 
-def _tile(matrix: Matrix, values: int, execution: Execution) -> int:
+def tile_most(matrix: Matrix, values: int, execution: Execution) -> int:
     """The most bytes of so many values of a matrix while they are dequantized, or multiplied."""
     return max(execution.dequantizing_bytes(matrix, values), execution.tile_bytes(matrix, values))
 

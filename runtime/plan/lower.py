@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from runtime.arrays.stored import Block
 from runtime.bundle.manifest import Manifest
 from runtime.operations.base import Evaluation, Execution, Operation
+from runtime.operations.experts import Experts
 from runtime.operations.program import Instruction, Program
 from runtime.operations.sliced_mlp import SlicedMlp
 from runtime.operations.values import DECODED_TOKENS, F32
@@ -153,6 +154,7 @@ def lower(
         bucket,
         _tile_rows(manifest, sizes.tile_values, packed) | widths.rows,
         widths.columns,
+        widths.experts,
         sizes.chunk_rows or _chunk_rows(manifest, sizes),
         sizes.attention_block,
         packed or (context > 0 and bucket == 1),
@@ -176,10 +178,14 @@ def rows_at_once(rows: int, columns: int, values: int) -> int:
 
 @dataclass
 class _Widths:
-    """The rows of gate and up, and the columns of down, that MLPs take at once, by full name."""
+    """The rows of gate and up, and the columns of down, that MLPs take at once, by full name.
+
+    `experts` are the columns of down where an expert at a time is taken.
+    """
 
     rows: dict[str, int] = field(default_factory=dict)
     columns: dict[str, int] = field(default_factory=dict)
+    experts: dict[str, int] = field(default_factory=dict)
 
 
 def _slice_widths(manifest: Manifest, blocks: Sequence[LoweredBlock], values: int) -> _Widths:
@@ -193,6 +199,12 @@ def _slice_widths(manifest: Manifest, blocks: Sequence[LoweredBlock], values: in
                 width = width_of(gate, last, values)
                 widths.rows |= dict.fromkeys(into, width) | {down: last.rows}
                 widths.columns[down] = width
+            elif isinstance(operation, Experts):
+                gate, _, last = operation.of_one(tensor, manifest.matrices)
+                *of_gate_up, of_down = operation.matrices(tensor)
+                width = width_of(gate, last, values)
+                widths.rows |= dict.fromkeys(of_gate_up, width) | {of_down: last.rows}
+                widths.experts[of_down] = width
     return widths
 
 

@@ -96,7 +96,7 @@ def _reverse(program: Program, adapted: frozenset[str], input_wanted: bool) -> l
     for operation in reversed(program.operations):
         if not operation.reversible or not set(operation.results) & needy:
             continue
-        wanted = tuple(name for name in operation.activations if name in needy)
+        wanted = tuple(name for name in operation.gradients if name in needy)
         if wanted or operation.learns(adapted):
             reverse.append(_Reverse(operation, wanted, operation.read_by_backward(adapted)))
     return reverse

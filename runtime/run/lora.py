@@ -205,7 +205,7 @@ def _filled(config: C, lora: LoraSettings) -> C:
 
 def _checked(lora: LoraSettings, manifest: Manifest) -> LoraSettings:
     """The settings, with -1 where all of the model's layers get adapters."""
-    lora.check_targets(manifest.linear_names)
+    lora.check_targets(manifest.linear_names, manifest.expert_names)
     if not lora.targets:
         raise UsageError(
             "the bundle's default adapts no linear layer; give --lora-targets, of "

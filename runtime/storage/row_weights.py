@@ -6,6 +6,7 @@ Lowering, planning and running take such a manifest like any other. It has no we
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 
 import mlx.core as mx
@@ -67,7 +68,15 @@ class RowWeights:
 
     def __init__(self, manifest: Manifest, reader: RowReader) -> None:
         self.manifest, self.reader = manifest, reader
-        self._names = {m.packed.offset: f"{name}.weight" for name, m in manifest.matrices.items()}
+        by_offset = {m.packed.offset: f"{name}.weight" for name, m in manifest.matrices.items()}
+        self._offsets = sorted(by_offset)
+        self._names = [by_offset[offset] for offset in self._offsets]
+
+    def _place(self, matrix: Matrix) -> tuple[str, int]:
+        """The reader's tensor that has a matrix, and its first row in there: of experts, a part."""
+        at = bisect_right(self._offsets, matrix.packed.offset) - 1
+        row_bytes = matrix.packed.nbytes // matrix.rows
+        return self._names[at], (matrix.packed.offset - self._offsets[at]) // row_bytes
 
     def vector(self, name: str) -> mx.array:
         """A norm weight, bias or filter, float32."""
@@ -75,27 +84,28 @@ class RowWeights:
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> FloatTile:
         """Rows start:stop of a matrix."""
-        name = self._names[matrix.packed.offset]
+        name, top = self._place(matrix)
         values, filled = new_rows(stop - start, matrix.columns)
         step = max(1, SLICE_VALUES // matrix.columns)
         for first in range(start, stop, step):
             last = min(stop, first + step)
-            filled[first - start : last - start] = self.reader.rows(name, first, last)
+            filled[first - start : last - start] = self.reader.rows(name, top + first, top + last)
         return FloatTile(values)
 
     def columns(self, matrix: Matrix, start: int, stop: int) -> FloatTile:
         """Columns start:stop of a matrix."""
-        name = self._names[matrix.packed.offset]
+        name, top = self._place(matrix)
         values, filled = new_rows(matrix.rows, stop - start)
         step = max(1, SLICE_VALUES // matrix.columns)
         for first in range(0, matrix.rows, step):
             last = min(matrix.rows, first + step)
-            filled[first:last] = self.reader.rows(name, first, last)[:, start:stop]
+            rows = self.reader.rows(name, top + first, top + last)
+            filled[first:last] = rows[:, start:stop]
         return FloatTile(values)
 
     def gather(self, matrix: Matrix, rows: npt.NDArray[np.int64]) -> FloatTile:
         """Chosen rows of a matrix, in the given order; each is read once, neighbours together."""
-        name = self._names[matrix.packed.offset]
+        name, _ = self._place(matrix)
         distinct, places = np.unique(rows, return_inverse=True)
         table = np.empty((len(distinct), matrix.columns), np.float32)
         starts = np.flatnonzero(np.diff(distinct, prepend=-2) != 1)

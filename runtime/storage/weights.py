@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from runtime.arrays.stored import Block, Extent, Matrix
 from runtime.arrays.weight_source import FloatTile, QuantizedTile, Tile
-from runtime.bundle.manifest import block_range
+from runtime.bundle.manifest import block_range, dense_range
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError
 from runtime.core.files import reading_errors
@@ -157,7 +157,7 @@ class Weights:
         if self.assembly is not None:
             self.assembly.read_ahead(WEIGHTS_FILE, 0, *self._ranges[block])
         elif self._ahead is not None:
-            self._ahead.request(*self._ranges[block])
+            self._ahead.request(*dense_range(self.manifest, block))
 
     def release(self, block: Block) -> None:
         """Drop the block's pages from this process; they stay in the system's file cache.

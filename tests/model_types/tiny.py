@@ -80,7 +80,7 @@ OF_TYPE: dict[str, Settings] = {
         "position_embedding_type": "rope",
     },
     **{key: {"rope_parameters": OF_IMAGES} for key in ("qwen2_vl_text", "qwen2_5_vl_text")},
-    **{name: {"sliding_window": None} for name in ("mistral", "phi3", "starcoder2")},
+    **{name: {"sliding_window": None} for name in ("mistral", "mixtral", "phi3", "starcoder2")},
     "ministral3": {
         "sliding_window": None,
         "rope_parameters": {**SCALED, "max_position_embeddings": 256},

@@ -53,6 +53,9 @@ STORED_IN_TURN = [*pairs(FAMILIES, ("", "mixed")), *((family, "") for family in 
 """The same; half of them, of which one of each family, in the gate; and what is no attention."""
 
 
+WITH_EXPERTS = ("qwen3-moe", "mixed")
+
+
 def relaid(bundle: Bundle, folder: Path, layouts: list[Layout]) -> Bundle:
     """A copy of a bundle in which each matrix has the least used of the layouts that fit it.
 

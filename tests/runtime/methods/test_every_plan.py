@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
-from support.layouts import STORED_IN_TURN
+from support.layouts import STORED_IN_TURN, WITH_EXPERTS
 from support.lengths import at_length
 from support.lora import drawn_lora
 from support.models import Kept, adapters_of, agree, model_of, packed_of, row_of
@@ -96,7 +96,7 @@ def rounded(adapters: Adapters) -> Adapters:
 
 
 @at_length("draws", 1, 6)
-@pytest.mark.parametrize(("family", "layouts"), STORED_IN_TURN)
+@pytest.mark.parametrize(("family", "layouts"), [*STORED_IN_TURN, WITH_EXPERTS])
 def test_gradients_are_autograds_under_every_plan(
     tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str, layouts: str, draws: int
 ) -> None:
@@ -134,7 +134,7 @@ def test_gradients_are_autograds_under_every_plan(
 
 
 @at_length("draws", 1, 4)
-@pytest.mark.parametrize(("family", "layouts"), STORED_IN_TURN)
+@pytest.mark.parametrize(("family", "layouts"), [*STORED_IN_TURN, WITH_EXPERTS])
 def test_mezo_is_the_monolithic_algorithm_under_every_plan(
     tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str, layouts: str, draws: int
 ) -> None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.bundles import Rng, Tiny
-from support.layouts import STORED, STORED_IN_TURN
+from support.layouts import STORED, STORED_IN_TURN, WITH_EXPERTS
 from support.lengths import pairs
 from support.lora import with_lora
 from support.models import LENGTHS, MIXERS, adapters_of, each_family, model_of
@@ -118,7 +118,7 @@ def check(found: Allocated, peaks: PeakModel, expected: int) -> None:
 
 @pytest.mark.parametrize(
     ("family", "layouts", "lora"),
-    [*pairs(CASES, LORAS), *((family, "", {}) for family in MIXERS)],
+    [*pairs(CASES, LORAS), (*WITH_EXPERTS, {}), *((family, "", {}) for family in MIXERS)],
     ids=str,
 )
 def test_a_backward_pass_allocates_what_the_plan_says(
@@ -148,7 +148,7 @@ def test_a_backward_pass_allocates_what_the_plan_says(
         check(found, peaks, most_alive(peaks, 1) + gradients)
 
 
-@pytest.mark.parametrize(("family", "layouts"), [*STORED_IN_TURN, *FLOATS])
+@pytest.mark.parametrize(("family", "layouts"), [*STORED_IN_TURN, *FLOATS, WITH_EXPERTS])
 def test_mezos_forwards_allocate_what_the_plan_says(
     tiny: Tiny, rng: Rng, family: str, layouts: str
 ) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from oracles.prefix import prefix_logits
 from support.bundles import Rng, Tiny
 from support.generation import dense_logits
-from support.layouts import LAYOUTS
+from support.layouts import LAYOUTS, WITH_EXPERTS
 from support.models import FAMILIES, adapters_of, each_family, each_with_mixers
 from support.prefixes import prefix_of, with_prefix
 
@@ -85,9 +85,11 @@ def test_logits_are_those_of_the_whole(tiny: Tiny, rng: Rng, family: str, kind: 
         assert agrees(logits, expected[end - 1])
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS)
-def test_matrices_of_any_layout_are_decoded(tiny: Tiny, rng: Rng, layouts: str) -> None:
-    family = str(rng.choice(FAMILIES))
+@pytest.mark.parametrize(("family", "layouts"), [("", one) for one in LAYOUTS] + [WITH_EXPERTS])
+def test_matrices_of_any_layout_are_decoded(
+    tiny: Tiny, rng: Rng, family: str, layouts: str
+) -> None:
+    family = family or str(rng.choice(FAMILIES))
     bundle = tiny(family, layouts=layouts)
     adapters = adapters_of(bundle, rng)
     tokens = tokens_of(bundle, rng, 40)

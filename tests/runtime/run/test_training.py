@@ -149,11 +149,12 @@ def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> 
 
 
 @at_length("most", 1, 10)
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
 def test_kills_and_the_same_bytes(
-    tiny: Tiny, rng: np.random.Generator, most: int, tmp_path: Path
+    tiny: Tiny, rng: np.random.Generator, family: str, most: int, tmp_path: Path
 ) -> None:
     """SIGKILL at random moments, many inside a save: the adapter is what it would have been."""
-    bundle = tiny("gemma3", "mixed", seq_lens=(16, 32), device="auto").path
+    bundle = tiny(family, "mixed", seq_lens=(16, 32), device="auto").path
     steps = 15 * most
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = {"steps": steps, "grad_accumulation": 2}

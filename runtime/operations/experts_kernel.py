@@ -1,0 +1,248 @@
+"""The experts kernel: gated MLPs over the tokens that chose them, forward and backward.
+
+For an expert e, its tokens t, and a slice s of its width:
+
+    g = x G_s^T    u = x U_s^T    a = f(g) * u    y_t += w_te (sum over s of a D_s^T)
+
+Backward the values of a slice are recomputed, and each tile is read and dequantized once:
+
+    b = dy D_s    dw_te = sum over s of a . b    (dg, du) from w_te b    dx_t += dg G_s + du U_s
+
+Experts run in the order of their numbers, and the results of a batch lane do not depend on the
+others. The reference is `tests.oracles.experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from runtime.arrays.matrices import Matrices
+from runtime.arrays.stored import Matrix
+from runtime.arrays.tiles import Input, ReadyTile, RowSum
+from runtime.arrays.values import Gradients, Loras, Values
+from runtime.core.errors import BundleError
+from runtime.operations.experts import Experts
+from runtime.operations.gated_kernel import gated_by, gated_vjp_by
+from runtime.operations.kernel import Run, Tools
+from runtime.operations.values import gradient_of
+
+Indices = npt.NDArray[np.int64]
+
+
+class Part(NamedTuple):
+    """Tokens of one expert that are taken at once, and which of each one's choices it is."""
+
+    tokens: Indices  # (n,), ascending
+    slots: Indices  # (n,)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The tokens of each expert: places in (T, k), in the order of experts, then of tokens."""
+
+    order: Indices  # (T k,)
+    bounds: Indices  # (experts + 1,)
+    slots: int
+    at_once: int
+
+    @classmethod
+    def of(cls, chosen: mx.array, operation: Experts) -> Routes:
+        """From the numbers (T, k) of the chosen experts.
+
+        Raises:
+            BundleError: a number is none of an expert, or a token chooses one twice.
+        """
+        (tokens, slots), experts = chosen.shape, operation.count
+        values = np.asarray(chosen).reshape(-1)
+        lowest, highest = float(values.min()), float(values.max())
+        if not (lowest >= 0 and highest < experts):
+            raise BundleError(
+                f"a token is sent to expert {lowest:g} or {highest:g}, of {experts}: the bundle's "
+                "graphs do not belong to its weights, export it again"
+            )
+        numbers = values.astype(np.int64)
+        order = np.argsort(numbers, kind="stable")
+        places = numbers[order] * tokens + order // slots
+        if not (places[1:] > places[:-1]).all():
+            raise BundleError("a token is sent to one expert twice: export the bundle again")
+        bounds = np.searchsorted(numbers[order], np.arange(experts + 1))
+        return cls(order, bounds, slots, operation.tokens_at_once(tokens, slots))
+
+    def parts(self, expert: int) -> list[Part]:
+        """An expert's tokens, as they are taken at once."""
+        places = self.order[self.bounds[expert] : self.bounds[expert + 1]]
+        return [
+            Part(
+                places[start : start + self.at_once] // self.slots,
+                places[start:][: self.at_once] % self.slots,
+            )
+            for start in range(0, len(places), self.at_once)
+        ]
+
+
+@dataclass(frozen=True)
+class ExpertsKernel:
+    """The `Experts` operation."""
+
+    tools: Tools
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        operation, arrays = run.operation(Experts), self.tools.arrays
+        source, weighed, chosen = operation.inputs
+        routes = [Routes.of(values[chosen].squeeze(0), operation) for values in lanes]
+        xs = [values[source].squeeze(0) for values in lanes]
+        weights = [np.asarray(values[weighed]).squeeze(0) for values in lanes]
+        rows = int(run.program.values[operation.outputs[0]][-1])
+        ys = [mx.zeros((run.tokens, rows)) for _ in lanes]
+        mx.eval(ys)
+        for number in range(operation.count):
+            parts = [of_lane.parts(number) for of_lane in routes]
+            for at in range(max(map(len, parts))):
+                taken = [lane for lane, own in enumerate(parts) if at < len(own)]
+                expert = _Expert.of(run, self.tools, number)
+                given = [
+                    mx.take(xs[lane], mx.array(parts[lane][at].tokens), axis=0) for lane in taken
+                ]
+                made = expert.forward(given)
+                given.clear()
+                for lane in taken:
+                    part = parts[lane][at]
+                    y = made.pop(0) * mx.array(weights[lane][part.tokens, part.slots])[:, None]
+                    arrays.settle(y)
+                    arrays.add_rows(ys[lane], part.tokens, y)
+                    mx.eval(ys[lane])  # also where a block is one evaluation: experts are many
+                    del y
+        for values in lanes:
+            values[operation.outputs[0]] = ys.pop(0)[None]
+
+    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        operation, arrays = run.operation(Experts), self.tools.arrays
+        source, weighed, chosen = operation.inputs
+        x, weights = values[source].squeeze(0), np.asarray(values[weighed]).squeeze(0)
+        dy = values.pop(gradient_of(operation.outputs[0])).squeeze(0)
+        routes = Routes.of(values[chosen].squeeze(0), operation)
+        dx = mx.zeros(x.shape) if source in run.instruction.wanted else None
+        mx.eval(dx, dy)
+        d_weights = np.zeros(weights.shape, np.float32)
+        for number in range(operation.count):
+            for part in routes.parts(number):
+                expert, tokens = _Expert.of(run, self.tools, number), mx.array(part.tokens)
+                w = mx.array(weights[part.tokens, part.slots])
+                pair = expert.backward(
+                    mx.take(x, tokens, axis=0), w, mx.take(dy, tokens, axis=0), dx is not None
+                )
+                d_weights[part.tokens, part.slots] = np.asarray(pair[0])
+                if dx is not None and pair[1] is not None:
+                    arrays.settle(pair[1])
+                    arrays.add_rows(dx, part.tokens, pair[1])
+                    mx.eval(dx)
+                del pair
+        found = {weighed: mx.array(d_weights)[None]}
+        if dx is not None:
+            found[source] = dx[None]
+        return {name: found[name] for name in run.instruction.wanted}
+
+
+@dataclass(frozen=True)
+class _Expert:
+    """One expert's matrices, and both directions of its MLP for a few tokens."""
+
+    tools: Tools
+    activation: str
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    width: int
+
+    @classmethod
+    def of(cls, run: Run, tools: Tools, number: int) -> _Expert:
+        operation, tensor = run.operation(Experts), run.block.tensor
+        matrices = operation.of_one(tensor, tools.stored, number)
+        width = operation.width(tensor, tools.execution)
+        return cls(tools, operation.activation, *matrices, width)
+
+    @property
+    def matrices(self) -> Matrices:
+        return self.tools.matrices
+
+    @property
+    def _device(self) -> str:
+        return self.tools.execution.tables.device
+
+    def _slices(self) -> Iterator[tuple[int, int]]:
+        columns = self.down.columns
+        for start in range(0, columns, self.width):
+            yield start, min(columns, start + self.width)
+
+    def _inputs(self, x: mx.array) -> list[Input]:
+        """x (n, C) as the tiles of gate and up take it."""
+        given = self.matrices.input(x, self.gate)
+        alike = (self.gate.bits, self.gate.is_float) == (self.up.bits, self.up.is_float)
+        return [given, given if alike else self.matrices.input(x, self.up)]
+
+    def _product(self, tile: ReadyTile, given: Input) -> mx.array:
+        y = tile.transposed_product(given)
+        self.tools.arrays.settle(y)
+        return y
+
+    def forward(self, xs: list[mx.array]) -> list[mx.array]:
+        """y (n, D) of every x (n, C), not weighed; `xs` is emptied."""
+        self.tools.arrays.settle(xs)
+        inputs = [self._inputs(x) for x in xs]
+        ys = [mx.zeros((x.shape[0], self.down.rows)) for x in xs]
+        xs.clear()
+        self.tools.arrays.settle(ys)
+        for start, stop in self._slices():
+            products: list[list[mx.array]] = [[] for _ in ys]
+            for at, matrix in enumerate((self.gate, self.up)):
+                tile = self.matrices.part(matrix, start, stop)
+                for given, made in zip(inputs, products, strict=True):
+                    made.append(self._product(tile, given[at]))
+                del tile
+            activated = [gated_by(self._device, self.activation, *products.pop(0)) for _ in inputs]
+            tile = self.matrices.part(self.down, start, stop, by_columns=True)
+            for _ in inputs:
+                given_down = self.matrices.input(activated.pop(0), self.down)
+                ys.append(tile.transposed_product(given_down, ys.pop(0)))
+                self.tools.arrays.settle(ys[-1])
+                del given_down
+            del tile
+        return ys
+
+    def backward(
+        self, x: mx.array, w: mx.array, dy: mx.array, wanted: bool
+    ) -> tuple[mx.array, mx.array | None]:
+        """dw (n,) and, if it is wanted, dx (n, C) of x, w (n,) and dy (n, D)."""
+        self.tools.arrays.settle(x, w, dy)
+        dw, sums = mx.zeros(w.shape), [RowSum(self.tools.arrays) for _ in range(2)]
+        given, into = self._inputs(x), (self.gate, self.up)
+        same = self.gate.group_size == self.up.group_size and given[0] is given[1]
+        given_dy = self.matrices.for_rows(dy)
+        del x, dy
+        for start, stop in self._slices():
+            tiles = [self.matrices.part(matrix, start, stop) for matrix in into]
+            g, u = map(self._product, tiles, given)
+            total = RowSum(self.tools.arrays)
+            total.add(given_dy, self.matrices.part(self.down, start, stop, by_columns=True))
+            b = total.result(self.down, self.matrices.products)
+            dw = dw + (gated_by(self._device, self.activation, g, u) * b).sum(axis=-1)
+            self.tools.arrays.settle(dw)
+            b = b * w[:, None]
+            self.tools.arrays.settle(b)
+            d_products = [*gated_vjp_by(self._device, self.activation, g, u, b)]
+            del g, u, b
+            for at in range(2):
+                d_product, tile = d_products.pop(0), tiles.pop(0)
+                if wanted:
+                    sums[0 if same else at].add(self.matrices.for_rows(d_product), tile)
+                del d_product, tile
+        if not wanted:
+            return dw, None
+        dx = sums[0].result(self.gate, self.matrices.products)
+        return dw, dx if same else dx + sums[1].result(self.up, self.matrices.products)
