@@ -39,10 +39,12 @@ class Variant:
     method: str
     plan: str
     budget: str
+    compute_dtype: str = "float32"
 
     @property
     def label(self) -> str:
-        return "paper's plan" if self.plan == "paper" else f"our plan, {self.budget}"
+        dtype = "" if self.compute_dtype == "float32" else f", {self.compute_dtype}"
+        return "paper's plan" if self.plan == "paper" else f"our plan, {self.budget}{dtype}"
 
     @property
     def name(self) -> str:
@@ -91,8 +93,13 @@ class Bench:
         return [variant for plan in self.config.plan_names for variant in plans[plan]]
 
     def ours(self, *methods: str) -> list[Variant]:
-        """Every method under our plan, budget by budget."""
-        return [Variant(method, "budget", budget) for budget in self.budgets for method in methods]
+        """Every method under our plan, budget by budget, in every type of products."""
+        return [
+            Variant(method, "budget", budget, dtype)
+            for budget in self.budgets
+            for method in methods
+            for dtype in self.config.compute_dtypes
+        ]
 
     def budget(self, bundle: Path, length: int, variant: Variant) -> str:
         """The budget that a variant trains under, as a size.
@@ -104,7 +111,8 @@ class Bench:
         times = times_smallest(variant.budget)
         if times is None:
             return variant.budget
-        return f"{math.ceil(times * smallest_megabytes(bundle, variant.method, length))}MB"
+        method, dtype = variant.method, variant.compute_dtype
+        return f"{math.ceil(times * smallest_megabytes(bundle, method, length, dtype))}MB"
 
     def in_turn(
         self,
@@ -143,6 +151,7 @@ class Bench:
             "method": variant.method,
             "plan": variant.plan,
             "budget": self.budget(bundle, length, variant),
+            "compute_dtype": variant.compute_dtype,
             "max_seq_length": length,
             "steps": self.config.steps,
             "save_every": 0,

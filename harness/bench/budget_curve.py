@@ -48,23 +48,17 @@ def spaced_budgets(
 
 def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
     variants = [
-        Variant(method, "budget", budget)
+        Variant(method, "budget", budget, dtype)
         for method in USUAL
-        for budget in bench.budgets or spaced_budgets(smallest_megabytes(bundle, method, length))
+        for dtype in bench.config.compute_dtypes
+        for budget in bench.budgets
+        or spaced_budgets(smallest_megabytes(bundle, method, length, dtype))
     ]
     outcomes = bench.in_turn(bundle, length, variants, _choices)
     measured = [measured_variant(variant, outcome) for variant, outcome in outcomes.items()]
-    compared = {
-        method: compare(
-            [
-                variant
-                for variant in measured
-                if variant["method"] == method and variant["processes"]
-            ]
-        )
-        for method in USUAL
-    }
-    notes = [note for method, result in compared.items() for note in _notes(method, result)]
+    compared = {name: compare(variants) for name, variants in _by_series(measured).items()}
+    notes = [note for name, result in compared.items() for note in _notes(name, result)]
+    notes += between_dtypes(measured)
     return {"variants": measured, "compared": compared, "notes": notes}
 
 
@@ -75,9 +69,38 @@ def _choices(summary: dict[str, Any]) -> dict[str, Any]:
         "choices": {
             key: value
             for key, value in plan.items()
-            if key != "blocks" and not key.endswith("_bytes")
+            if key not in ("blocks", "compute_reason") and not key.endswith("_bytes")
         }
     }
+
+
+def _by_series(measured: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The variants that ran, by method and type of products."""
+    series: dict[str, list[dict[str, Any]]] = {}
+    for variant in measured:
+        if variant["processes"]:
+            series.setdefault(_series(variant), []).append(variant)
+    return series
+
+
+def _series(variant: Mapping[str, Any]) -> str:
+    dtype = variant["compute_dtype"]
+    method: str = variant["method"]
+    return method if dtype == "float32" else f"{method} in {dtype}"
+
+
+def between_dtypes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """For each budget the time of a step in float32 over that in another type."""
+    ran = [variant for variant in measured if variant["processes"]]
+    for one, other in combinations(ran, 2):
+        if all(one[key] == other[key] for key in ("method", "budget")):
+            first, second = one["step_s"], other["step_s"]
+            ratio = times(first["median"] / second["median"])
+            least, most = first["low"] / second["high"], first["high"] / second["low"]
+            yield (
+                f"{one['method']} at {one['budget']}: a step in {one['compute_dtype']} takes "
+                f"{ratio} ({least:.2f} to {most:.2f}) of one in {other['compute_dtype']}"
+            )
 
 
 def _budget(variant: Mapping[str, Any]) -> int:
@@ -127,25 +150,21 @@ def _notes(method: str, comparison: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
-    head = ("method", "budget", "s/step", "low-high", "peak MB", "predicted MB", "plan")
-    return [variants_table("Seconds of a step against the budget", head, rows, 4, _cells)]
+    head = ("method", "budget", "products", "s/step", "low-high", "peak MB", "predicted MB", "plan")
+    return [variants_table("Seconds of a step against the budget", head, rows, 5, _cells)]
 
 
 def _differing(variants: Sequence[Mapping[str, Any]]) -> set[str]:
     """The choices that differ between the budgets of a method."""
     differing: set[str] = set()
-    for method in {variant["method"] for variant in variants}:
-        plans = [
-            _plan(variant)
-            for variant in variants
-            if variant["method"] == method and variant["processes"]
-        ]
+    for of_series in _by_series([*map(dict, variants)]).values():
+        plans = [_plan(variant) for variant in of_series]
         differing |= {key for plan in plans for key in plan if plan[key] != plans[0].get(key)}
     return differing
 
 
 def _cells(row: Row, variant: Mapping[str, Any]) -> Cells:
-    head = (variant["method"], variant["budget"])
+    head = (variant["method"], variant["budget"], variant["compute_dtype"])
     if not variant["processes"]:
         return (*head, "did not run")
     shown = _differing(row["variants"])
@@ -163,10 +182,7 @@ def _pictures(rows: Sequence[Row]) -> Mapping[str, list[Chart]]:
     """Seconds of a step against the budget, a picture for each row."""
     drawn = {}
     for row in rows:
-        measured: dict[str, list[dict[str, Any]]] = {}
-        for variant in row.get("variants", ()):
-            if variant["processes"]:
-                measured.setdefault(variant["method"], []).append(variant)
+        measured = _by_series(row.get("variants", ()))
         if measured:
             drawn[f"{row['model']}-{row['tokens']}"] = [_chart(measured)]
     return drawn

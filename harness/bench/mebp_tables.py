@@ -118,7 +118,9 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
 
 def _plan(variant: dict[str, Any]) -> str:
     if variant["plan"] == "paper" or not variant["processes"] or variant["budget"] != "min":
-        return Variant(variant["method"], variant["plan"], variant["budget"]).label
+        return Variant(
+            variant["method"], variant["plan"], variant["budget"], variant["compute_dtype"]
+        ).label
     return f"our plan, min ({variant['processes'][0]['budget_bytes'] / 1e6:.0f} MB)"
 
 

@@ -21,6 +21,7 @@ from runtime.config.base import (
 )
 
 PLANS = ("budget", "paper")
+COMPUTE_DTYPES = ("float32", "bfloat16")
 _SMALLEST = re.compile(r"(?:(?P<times>[0-9]+(?:\.[0-9]+)?)x)?min")
 
 
@@ -48,6 +49,10 @@ MODEL_NAMES = Check(_once, "names, each once")
 LENGTHS = Check(_are_lengths, "whole numbers above 0, each once")
 _PLANS = Check(
     lambda text: _once(text) and {*_parts(text)} <= {*PLANS}, "budget, paper or budget,paper"
+)
+_COMPUTE_DTYPES = Check(
+    lambda text: _once(text) and {*_parts(text)} <= {*COMPUTE_DTYPES},
+    "float32, bfloat16 or float32,bfloat16",
 )
 _BUDGETS = Check(
     lambda text: _once(text) and all(times_smallest(p) or is_size(p) for p in _parts(text)),
@@ -79,6 +84,11 @@ class BenchConfig(Config):
         "benchmark's own)",
         _BUDGETS,
     )
+    compute_dtype: str = option(
+        "float32",
+        "what our plan computes products in: float32, bfloat16 or float32,bfloat16",
+        _COMPUTE_DTYPES,
+    )
     steps: int = option(3, "steps of each process; the first is not timed", _TIMED)
     repeats: int = option(2, "fresh processes of each variant, which run in turn", COUNT)
     seed: int = option(0, "seed of the random rows", NOT_NEGATIVE)
@@ -107,6 +117,11 @@ class BenchConfig(Config):
     def plan_names(self) -> tuple[str, ...]:
         """The memory plans, ours first."""
         return tuple(name for name in PLANS if name in _parts(self.plans))
+
+    @property
+    def compute_dtypes(self) -> tuple[str, ...]:
+        """What our plan computes products in, in order."""
+        return _parts(self.compute_dtype)
 
     @property
     def budgets(self) -> tuple[str, ...]:

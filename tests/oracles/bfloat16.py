@@ -11,7 +11,7 @@ import numpy.typing as npt
 from runtime.arrays.products import Float32Products
 from runtime.arrays.weight_source import Tile
 
-SPACING = 2.0**-8  # of values of bfloat16: rounding changes one by half of it at most, relatively
+ROUNDING = 2.0**-8  # the most by which rounding changes a value, relatively
 
 
 def nearest(values: Any) -> npt.NDArray[np.float32]:

@@ -9,6 +9,7 @@ from runtime.arrays.arrays import Arrays
 from runtime.arrays.products import Products
 from runtime.core.errors import UsageError
 from runtime.engine import model
+from runtime.machine import backend
 from runtime.machine.backend import load_onednn
 from runtime.machine.onednn import OneDnn
 
@@ -22,10 +23,13 @@ def require_onednn() -> OneDnn:
 
 
 def with_rounded_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have models in bfloat16 multiply by the oracle."""
+    """Have models of this process that compute in bfloat16 multiply by the oracle."""
+    original = model.products_for
 
     def products_for(compute_dtype: str, arrays: Arrays) -> Products:
-        assert compute_dtype == "bfloat16"
-        return RoundedProducts(arrays)
+        if compute_dtype == "bfloat16":
+            return RoundedProducts(arrays)
+        return original(compute_dtype, arrays)
 
     monkeypatch.setattr(model, "products_for", products_for)
+    monkeypatch.setattr(backend, "load_onednn", lambda: None)

@@ -148,6 +148,7 @@ def made_up_row(model: str) -> dict[str, Any]:
             "method": method,
             "plan": "budget",
             "budget": "min",
+            "compute_dtype": "float32",
             "failed": None,
             "step_s": {"median": seconds, "low": seconds - 0.1, "high": seconds + 0.1},
             "peak_footprint_bytes": peak,

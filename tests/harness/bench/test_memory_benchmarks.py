@@ -18,7 +18,7 @@ from harness.bench import benchmark
 from harness.bench import peers as peer_bench
 from harness.bench.bench import BENCHMARKS, bench, command, to_text
 from harness.bench.benchmark import Bench, Row
-from harness.bench.budget_curve import CURVE, compare, spaced_budgets
+from harness.bench.budget_curve import CURVE, between_dtypes, compare, spaced_budgets
 from harness.bench.footprint import FOOTPRINT, OTHERS, OWNERS, PEAK_MB, breakdown
 from harness.bench.prediction import PREDICTION, distribution, is_within
 from harness.bench.published import MESP_PEAK_MB, MODELS
@@ -62,6 +62,7 @@ def variant(method: str, peak: float | None, **more: Any) -> dict[str, Any]:
         "name": f"{method}, our plan, min",
         "method": method,
         "budget": "min",
+        "compute_dtype": "float32",
         "failed": None if peak else "no room",
         "step_s": {"median": 4.5, "low": 4.4, "high": 4.6} if peak else None,
         "peak_footprint_bytes": peak,
@@ -226,12 +227,24 @@ def test_time_rises_only_beyond_the_spread_and_with_another_plan() -> None:
 def test_the_curve_is_drawn_and_told() -> None:
     rows = [row(256, budgeted(100, 4.0, 4.2, 1), budgeted(200, 3.0, 3.2, 2), variant("mezo", None))]
     (table,) = CURVE.tables(rows)
-    assert table.rows[1][-1] == "tile_values 1" and table.rows[3][4] == "did not run"
+    assert table.rows[1][-1] == "tile_values 1" and table.rows[3][5] == "did not run"
     ((name, (chart,)),) = CURVE.pictures(rows).items()
     assert name == "qwen2.5-0.5b-256" and [line.name for line in chart.lines] == ["mebp"]
     assert chart.lines[0].points == [(100, pytest.approx(4.1)), (200, pytest.approx(3.1))]
     assert chart.lines[0].ranges == [(4.0, 4.2), (3.0, 3.2)] and chart.svg().count("range") == 2
     assert CURVE.pictures([row(256)]) == {}
+
+
+def test_types_of_products_are_compared_budget_by_budget() -> None:
+    both = [
+        {**budgeted(100, low, high, 1), "compute_dtype": dtype, "budget": "min"}
+        for dtype, low, high in (("float32", 4.0, 4.4), ("bfloat16", 2.0, 2.2))
+    ]
+    assert list(between_dtypes([*both, budgeted(200, 3.0, 3.2, 2)])) == [
+        "mebp at min: a step in float32 takes x2.00 (1.82 to 2.20) of one in bfloat16"
+    ]
+    (_, (chart,)) = next(iter(CURVE.pictures([row(256, *both)]).items()))
+    assert [line.name for line in chart.lines] == ["mebp", "mebp in bfloat16"]
 
 
 # --- peers ------------------------------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""`--compute-dtype bfloat16` in whole runs: what they keep, and what is refused.
+
+Where oneDNN is absent, runs of the tests' own process multiply by the oracle.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from support.bfloat16 import require_onednn, with_rounded_products
+from support.bundles import Tiny
+from support.plans import LINUX, plan_of, predicted, task_of
+from support.runs import (
+    adapter,
+    here,
+    json_of,
+    killed_and_resumed,
+    metrics_of,
+    refuses,
+    succeeds,
+    train_arguments,
+)
+
+from runtime.plan.plan import LEVELS, PRODUCTS_BYTES
+
+HALF = "bfloat16"
+
+
+@pytest.fixture
+def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_rounded_products(monkeypatch)
+
+
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+def test_a_killed_run_ends_with_the_same_bits_and_is_replayed(
+    tiny: Tiny, tmp_path: Path, method: str
+) -> None:
+    require_onednn()
+    bundle = tiny("qwen2").path
+    more = {"method": method, "compute_dtype": HALF, "lora_alpha": 16}
+    arguments = [train_arguments(bundle, tmp_path / name, 4, **more) for name in ("one", "two")]
+    whole = json_of(*arguments[0])
+    killed_and_resumed(tmp_path / "two", "step 3", arguments[1])
+    assert adapter(tmp_path / "one") == adapter(tmp_path / "two")
+    assert whole["peak_footprint_bytes"] > 0
+    for name in ("one", "two"):
+        config = tomllib.loads((tmp_path / name / "config.toml").read_text())
+        plan = json.loads((tmp_path / name / "plan.json").read_text())
+        assert config["compute_dtype"] == plan["compute_dtype"] == HALF
+    if method == "mezo":
+        assert json_of("replay", tmp_path / "one")["identical"]
+
+
+def test_the_losses_are_those_of_float32_but_for_rounding(
+    tiny: Tiny, tmp_path: Path, rounded: None
+) -> None:
+    bundle, losses = tiny("gemma3").path, {}
+    for dtype in ("float32", HALF):
+        run = tmp_path / dtype
+        succeeds(*train_arguments(bundle, run, 2, compute_dtype=dtype), by=here)
+        losses[dtype] = [line["loss"] for line in metrics_of(run)]
+    assert losses[HALF] == pytest.approx(losses["float32"], rel=1e-2)
+    assert losses[HALF] != losses["float32"]
+
+
+def test_automatic_is_settled_when_a_run_begins(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it goes on as it began, whatever is faster later, and elsewhere."""
+    run = tmp_path / "run"
+    monkeypatch.setattr("runtime.machine.onednn._loaded", [])
+    monkeypatch.setattr("runtime.machine.backend.cpu_flags", set)
+    succeeds(*train_arguments(tiny("qwen2").path, run, 1, compute_dtype="auto"), by=here)
+    assert tomllib.loads((run / "config.toml").read_text())["compute_dtype"] == "float32"
+    assert json.loads((run / "plan.json").read_text())["compute_reason"]
+    refuses(2, "no products of bfloat16", "plan", tiny("qwen2").path, "--compute-dtype", HALF)
+
+
+def test_perturbations_that_rounding_swallows_are_refused_with_numbers(
+    tiny: Tiny, tmp_path: Path, rounded: None
+) -> None:
+    """With the usual rank of 8 and a scale of 2 from 2.5e-4 on."""
+    given = {"method": "mezo", "compute_dtype": HALF, "lora_rank": 8, "lora_alpha": 16}
+    bundle = tiny("qwen2").path
+    small = train_arguments(bundle, tmp_path / "small", 1, epsilon=2.4e-4, **given)
+    said = "by about 0.0008 of their size, and rounding changes them by 0.002"
+    done = refuses(2, said, *small)
+    assert "give at least 0.0003, or --compute-dtype float32" in done.stderr
+    assert not (tmp_path / "small").exists()
+    large = train_arguments(bundle, tmp_path / "large", 1, epsilon=2.6e-4, **given)
+    succeeds(*large, by=here)
+
+
+def test_weights_that_move_are_not_rounded(tiny: Tiny, tmp_path: Path, rounded: None) -> None:
+    bundle = tiny("qwen2", trainable="full").path
+    given = {"method": "mezo", "trainable": "full", "compute_dtype": HALF}
+    said = "less than bfloat16 resolves; give float32"
+    refuses(2, said, *train_arguments(bundle, tmp_path / "run", 1, **given))
+
+
+def test_a_plan_counts_tiles_of_half_the_size_and_the_library(tiny: Tiny) -> None:
+    manifest = tiny("llama").manifest
+    machines = {dtype: replace(LINUX, compute_dtype=dtype) for dtype in ("float32", HALF)}
+    for method in ("mebp", "mezo"):
+        task = task_of(32, method)
+        for level in (LEVELS[3], LEVELS[-1]):
+            exact, half = (
+                predicted(manifest, task, level, machine=machine) for machine in machines.values()
+            )
+            assert half.live_bytes < exact.live_bytes
+            assert 0 < half.process_bytes - exact.process_bytes <= PRODUCTS_BYTES
+        exact, half = (plan_of(manifest, task, machine=machine) for machine in machines.values())
+        if exact.materialized_layers == half.materialized_layers:
+            assert half.materialized_bytes == exact.materialized_bytes / 2
