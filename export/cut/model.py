@@ -123,7 +123,12 @@ class _EndsCutter:
     def __init__(self, taps: Taps) -> None:
         self.taps = taps
         with taps.recording(Tape()) as tape:
-            taps.model(mx.zeros((1, taps.probe), dtype=mx.int32))
+            try:
+                taps.model(mx.zeros((1, taps.probe), dtype=mx.int32))
+            except (TypeError, ValueError) as e:  # of a layer that returns more, too
+                if further := next((tap for tap in taps.layers if tap.further), None):
+                    raise further.problem(", ".join(further.further)) from e
+                raise
         self.calls = tape.calls
         self.bias = False  # of the head
         self._check_calls()

@@ -48,16 +48,18 @@ class Trace:
 def _tracing(differentiated: bool) -> Iterator[None]:
     """Turn off compilation and, for a CPU, replace MLX's sigmoid and tanh by faster ones.
 
+    `mx.contiguous`, which changes no value, is left out: MLX cannot serialize it.
+
     MLX's CPU backend computes exp, sigmoid and tanh one value at a time; its `power` is three to
     four times as fast, but its vjp is not: it takes the logarithm of every base. So where the
     function is differentiated, the derivative s' is written out: s + (x - stop(x)) s' has the value
     s and the gradient s'.
     """
-    replaced: dict[str, Callable[[mx.array], mx.array]] = {}
+    replaced: dict[str, Callable[..., mx.array]] = {"contiguous": lambda x, *_, **__: x}
     if mx.default_device() != mx.Device(mx.gpu):
-        replaced = {"sigmoid": _sigmoid, "tanh": _tanh}
+        replaced |= {"sigmoid": _sigmoid, "tanh": _tanh}
         if differentiated:
-            replaced = {
+            replaced |= {
                 "sigmoid": _with_slope(_sigmoid, lambda s: s * (1 - s)),
                 "tanh": _with_slope(_tanh, lambda t: 1 - t * t),
             }

@@ -172,13 +172,15 @@ def text_family(outer: str, model_type: str | None) -> str:
     own = str(MODEL_REMAPPING.get(model_type, model_type))
     if outer not in names:
         return own if own in names else outer
+    held = vars(model_module(outer)).values()
     imported = [
         value.__name__.rpartition(".")[2]
-        for value in vars(model_module(outer)).values()
+        for value in held
         if isinstance(value, ModuleType) and hasattr(value, "ModelArgs")
     ]
+    taken = {value.__module__.rpartition(".")[2] for value in held if isinstance(value, type)}
     if not imported:
-        return outer
+        return own if own in taken else outer
     return own if own in names else imported[0] if len(imported) == 1 else outer
 
 
@@ -279,7 +281,10 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     base_alone = {*nested} <= {"rope_theta", "rope_type"} and "rope_theta" in known
     by_type = any(isinstance(value, dict) for value in nested.values())
     beside = {"rope_theta", "rope_scaling"} <= known and not by_type
-    if "rope_parameters" not in known or base_alone or beside:
+    needed = "rope_parameters" in known and (
+        _parameters(family)["rope_parameters"].default is _NEEDED
+    )
+    if "rope_parameters" not in known or ((base_alone or beside) and not needed):
         full.pop("rope_parameters", None)
     full.pop("rope_scaling", None)
     base = scope.pop("rope_theta", None) or full.get("rope_theta")

@@ -86,6 +86,47 @@ OF_TYPE: dict[str, Settings] = {
         "rope_parameters": {**SCALED, "max_position_embeddings": 256},
     },
 }
+OF_TYPE |= {  # what their classes need besides, named as nowhere else
+    "afm7": {"hidden_dim": 64, "num_kv_reuse_layers": 1},
+    "baichuan_m1": {"sliding_window_layers": [1], "conv_window": 2},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "phi3small": {
+        **{"dense_attention_every_n_layers": 2, "ff_intermediate_size": 96, "gegelu_limit": 20.0},
+        **{"blocksparse_block_size": 64, "blocksparse_num_local_blocks": 2},
+    },
+    "rwkv7": dict.fromkeys(
+        ("a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim", "decay_low_rank_dim"), 8
+    ),
+    "solar_open": {
+        **{"intermediate_size": 96, "first_k_dense_replace": 0, "partial_rotary_factor": 1.0},
+    },
+    "spark2_5": {
+        "rope_parameters": {
+            name: {"rope_theta": 1e4, "rope_type": "default"}
+            for name in ("full_attention", "sliding_attention")
+        }
+    },
+    "nemotron-nas": {
+        "block_configs": [
+            {
+                "attention": {"n_heads_in_group": 2, "no_op": False},
+                "ffn": {"ffn_mult": 1.5, "no_op": False},
+            }
+        ]
+        * 4
+    },
+    "longcat_flash_ngram": {
+        **{"moe_topk": 2, "expert_ffn_hidden_size": 32, "zero_expert_num": 1},
+        **{"routed_scaling_factor": 1.0, "mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    },
+    "glm_moe_dsa": {
+        **{"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+    },
+}
 # of what sees or hears, which is not read
 TOWER: Settings = {
     **dict.fromkeys(("hidden_size", "embed_dim", "intermediate_size"), 32),
@@ -95,6 +136,8 @@ TOWER: Settings = {
     **{"layer_types": ["full_attention"], "fullatt_block_indexes": [0]},
     **{"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
 }
+# text models inside of types of which transformers does not know that they have one
+INSIDE = {"kimi_vl": "deepseek_v3", "lfm2-vl": "lfm2", "pixtral": "mistral"}
 # what is not changed: names, and what is done at the two ends for all types alike
 ALWAYS = ("model_type", "tie_word_embeddings", "time_step_limit")
 SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -120,19 +163,26 @@ def is_model(model_type: str) -> bool:
 
 def family_of(model_type: str) -> str:
     """The module of mlx-lm that a type's model, or the text model inside, has its class in."""
+    raw: Settings = {"model_type": model_type}
+    if model_type in INSIDE:
+        raw["text_config"] = {"model_type": INSIDE[model_type]}
     try:
-        return check_architecture({"model_type": model_type}, model_type)
+        return check_architecture(raw, model_type)
     except BundleError:  # what is wrong with it, the caller finds too
         return MODEL_REMAPPING.get(model_type, model_type)
 
 
 def text_type(model_type: str) -> str:
     """The type of the text model inside of a type's model, by default; the type itself else."""
+    if model_type in INSIDE:
+        return INSIDE[model_type]
     return str(text_config({"model_type": model_type}, model_type)["model_type"])
 
 
 def tiny(model_type: str, **changes: Any) -> Settings:
     """A configuration of a few thousand weights; factors that are 1 by default are others."""
+    if model_type in INSIDE:
+        return {"model_type": model_type, "text_config": tiny(INSIDE[model_type], **changes)}
     if (inside := text_type(model_type)) != model_type:
         whole = completed({"model_type": model_type, "text_config": tiny(inside, **changes)})
         assert whole is not None
@@ -147,7 +197,8 @@ def tiny(model_type: str, **changes: Any) -> Settings:
         sizes = {key: value for key, value in {**OTHERS, **SIZES}.items() if key in known}
         if "num_query_heads" in sizes:  # one a layer
             sizes["num_kv_heads"] = [2] * 4
-        return {**sizes, "model_type": model_type, **changes}
+        own = OF_TYPE.get(model_type, {})
+        return {**sizes, **own, "model_type": model_type, **changes}
     sizes = {key: value for key, value in SIZES.items() if key in defaults}
     factors = {
         key: 0.75

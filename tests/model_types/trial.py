@@ -79,7 +79,7 @@ def difference(folder: Path) -> float | str:
 
 # words of a refusal -> the operation that is missing
 _OPERATIONS = {
-    "experts": "experts",
+    **dict.fromkeys(("experts", "mlp.gate.weight"), "experts"),
     "convolution": "convolutions",
     "ternary": "ternary matrices",
     "a product of its own": "a product for each head",
@@ -89,12 +89,21 @@ _OPERATIONS = {
     "from other tokens": "attention that is not MLX's own",
     "a package that it needs": "a missing package",
 }
-# modules that a class imports -> the operation that is missing, where its tiny model is not built
-_IMPORTS = {
-    "gated_delta": "the gated delta rule",
-    "ssm": "state spaces, convolutions or linear attention",
-    "switch_layers": "experts",
-    "mla": "a product for each head",
+# parts of the source of a class -> the operation that is missing
+_SOURCES = {
+    "from .gated_delta import": "the gated delta rule",
+    "from .ssm import": "state spaces, convolutions or linear attention",
+    "from .switch_layers import": "experts",
+    "from .mla import": "a product for each head",
+    "nn.Conv1d": "convolutions",
+    "wkv7": "linear recurrences",
+    "rg_lru": "linear recurrences",
+    "custom_convolution": "convolutions of keys and values",
+    "blocksparse": "blocks of attention",
+    "kv_reuse": "keys and values shared across layers",
+    "per_layer_input": "embeddings that each layer is given",
+    "ngram_embeddings": "embeddings of several tokens",
+    "moe_num_experts": "experts",
 }
 NOT_TRIED = "not tried: no tiny configuration"
 
@@ -103,14 +112,14 @@ def missing(model_type: str, why: str) -> str:
     """The operation that a refusal is for, in a few words; it is looked for in imports at last."""
     if found := next((words for key, words in _OPERATIONS.items() if key in why), None):
         return found
-    if given := re.search(r"more than its input and a mask \((\w+)\)", why):
-        return f"layers that are given {given[1]}"
+    given = re.search(r"more than its input and a mask \(([\w, ]+)\)", why)
+    if given and given[1] != "cache":
+        return f"layers that are given more ({given[1]})"
     source = inspect.getsource(model_module(family_of(model_type)))
-    imported = (words for name, words in _IMPORTS.items() if f"from .{name} import" in source)
-    if found := next(imported, None):
+    if found := next((words for part, words in _SOURCES.items() if part in source), None):
         return found
-    if "nn.Conv1d" in source:
-        return "convolutions"
+    if "the model runs" in why:
+        return "layers that are run otherwise than one after another"
     if "text model inside" in why or "num_hidden_layers must be" in why:
         return "a model around a text model"
     return "another structure" if "config" not in why else NOT_TRIED
