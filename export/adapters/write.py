@@ -16,11 +16,15 @@ from export.sources.source import refuse_renamed
 from export.stored import F32
 from runtime.adapters import mlx_lm, peft
 from runtime.adapters.names import outer_name
+from runtime.core.errors import UsageError
 from runtime.core.files import write_atomic
 from runtime.core.folder_writer import FolderWriter
 from runtime.core.paths import text_path
 
 _INSIDE = "language_model."  # mlx-lm's prefix of the language model in a model with a vision tower
+
+# families whose checkpoints transformers (5.24) turns into modules with other names
+_RENAMED_AS_THEY_LOAD = {"exaone"}
 
 
 def write_adapter(
@@ -39,6 +43,12 @@ def write_adapter(
         UsageError: the output exists, or the format cannot hold this adapter.
         StorageError: it cannot be written.
     """
+    if form == "peft" and adapter.manifest.family in _RENAMED_AS_THEY_LOAD:
+        raise UsageError(
+            f"--to peft: transformers loads the matrices of {adapter.manifest.family} by other "
+            "names, and PEFT would pass over this adapter; mlx-lm reads it (--to mlx), or fuse it "
+            "(ondevice fuse --format hf)"
+        )
     if form != "mlx":
         refuse_renamed(adapter.manifest.provenance, f"--to {form}")
     _WRITERS[form](adapter, text_path(output), force, base)
