@@ -237,9 +237,11 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
     vectors of one, as transformers stores them. Raises BundleError where
     the model class cannot be built from the configuration.
     """
+    import mlx.core as mx
     from mlx.utils import tree_flatten, tree_unflatten
 
     make, settings = model_classes(family, where)
+    mx.eval(mx.random.state)  # else lazy parameters depend on those of all models before this one
     try:
         model = make(settings.from_dict(deepcopy(config)))
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, AssertionError) as e:
