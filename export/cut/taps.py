@@ -319,7 +319,7 @@ class Taps:
         cuts: whether the layers have taps, too; without, they run as the model runs them.
 
     A class of mlx-lm has one of MLX's two GELUs, whichever `config` names: the model runs with that
-    one.
+    one. So it does with the epsilon of norms, where its class has a number of its own.
     """
 
     def __init__(
@@ -328,6 +328,8 @@ class Taps:
         self.model, self.probe, self.cuts = model, probe, cuts
         self.positions: tuple[str, int] | None = None
         self.activations = activations_of(config)
+        own = hasattr(getattr(model, "args", None), "rms_norm_eps")
+        self.epsilon = None if own else config.get("rms_norm_eps")
         self.tape = Tape()
         self.path, owner, key = _longest_list(model)
         self.layers = [LayerTap(self, i, layer) for i, layer in enumerate(owner[key])]
@@ -383,6 +385,11 @@ class Taps:
             output = tape.output((*q.shape[:-1], v.shape[-1]))
             return tape.record(AttentionCall("attention", (q, k, v), output, float(scale), cap))
 
+        def norm(x: mx.array, weight: mx.array | None, eps: float, **rest: Any) -> mx.array:
+            given = eps if self.epsilon is None else self.epsilon
+            return rms_norm(x, weight, given, **rest)
+
+        rms_norm, mx.fast.rms_norm = mx.fast.rms_norm, norm
         original = mx.fast.scaled_dot_product_attention, capped.attention
 
         def delta(
@@ -442,6 +449,7 @@ class Taps:
         finally:
             for name, function in own.items():
                 setattr(nn, name, function)
+            mx.fast.rms_norm = rms_norm
             mx.fast.scaled_dot_product_attention, capped.attention = original
             mx.pad, mx.concatenate = pad, concatenate
             for module, rule in rules.items():

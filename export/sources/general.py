@@ -49,7 +49,7 @@ _MOST_PARTS = 4096  # of which a tensor is joined: not if every other row is tak
 # what is kept although mlx-lm's class may not take it
 _KEPT = (
     *("vocab_size", "max_position_embeddings", "pad_token_id"),
-    *("hidden_act", "hidden_activation", "activation_function"),
+    *("hidden_act", "hidden_activation", "activation_function", "rms_norm_eps"),
 )
 # model types that mlx-lm has no class for -> the module with ours
 OWN = {"opt": "export.sources.opt"}

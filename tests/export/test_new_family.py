@@ -53,6 +53,7 @@ BUCKET = 32
 CHANGES: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"activation_function": "gelu"},
     "minicpm3": {"q_lora_rank": 32, "kv_lora_rank": 32},
+    "nanochat": {"rms_norm_eps": 1e-5},
 }
 # why mlx-lm's own loader has no such model
 ELSEWHERE = {
@@ -60,7 +61,7 @@ ELSEWHERE = {
     "opt": "mlx-lm has no class for it",
 }
 SLOW = ("gptj", "muse_glimmer", "qwen2_vl", "gpt_bigcode", "apertus", "glm", "minicpm3", "exaone")
-SLOW += ("ministral3", "opt")
+SLOW += ("ministral3", "nanochat", "opt")
 TYPES = (
     *("granite", "olmo2", "phi3", "smollm3", "gemma2", "phi", "gpt2"),
     *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW),
