@@ -207,7 +207,19 @@ def transformers_config(family: str, config: dict[str, Any], dtype: str) -> dict
     # transformers reads the first name up to 4.55, and both after that
     types = {"torch_dtype": dtype, "dtype": dtype}
     known = _CLASSES.get(family) or model_class(family)
-    return {"architectures": [known] if known else [], **settings, **types}
+    named = {"architectures": [known] if known else []}
+    text_type = next((text for text, outer in TEXT_TYPES.items() if outer == family), None)
+    if text_type is None:
+        return {**named, **settings, **types}
+    tied = settings["tie_word_embeddings"]  # mlx-lm knows no other name of the text model's type
+    text = {**settings, "model_type": text_type, **types}
+    return {
+        **named,
+        "model_type": family,
+        "text_config": text,
+        "tie_word_embeddings": tied,
+        **types,
+    }
 
 
 def build_model(family: str, config: dict[str, Any], where: str = "config") -> Any:
@@ -260,11 +272,11 @@ def _not_finite(value: Any, name: str = "") -> Iterator[str]:
 
 
 def text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """The text half of a multimodal Gemma 3; others whole."""
-    if raw["model_type"] != "gemma3":
+    """The text half of a model that also sees; others whole."""
+    if raw["model_type"] not in (*MODEL_TYPES, *TEXT_TYPES.values()):
         return dict(raw)
     if not isinstance(raw.get("text_config"), dict):
-        raise BundleError(f"{where}: a gemma3 configuration needs a text_config")
+        raise BundleError(f"{where}: a {raw['model_type']} configuration needs a text_config")
     text = dict(raw["text_config"])
     return text | {key: raw[key] for key in ("vocab_size", "tie_word_embeddings") if key in raw}
 

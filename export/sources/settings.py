@@ -103,7 +103,8 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
     Raises BundleError for one that, by its name, changes what the model computes.
     """
     text = text_config(raw, where)
-    known = used_settings(family, raw["model_type"]) | neutral_settings()
+    model_type = str(text.get("model_type", raw["model_type"]))
+    known = used_settings(family, model_type) | neutral_settings()
     unknown = _others(text, known | FIXED.get(family, {}).keys())
     if not has_list(family, raw["model_type"]):
         unknown = {key: value for key, value in unknown.items() if not is_neutral_name(key)}
