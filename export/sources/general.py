@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from export.sources.rope import checked_scaling
+from export.sources.source import turned
 from export.sources.windows import FULL, pattern_of
 from runtime.core.errors import BundleError
 
@@ -351,6 +352,12 @@ def _rows_of(
     rows: Any, columns: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
 ) -> tuple[str, int, int] | None:
     """The tensor, the first row and the number of rows of an array of numbers, if it is such."""
+    if rows.ndim == 3:  # filters, whose last two axes may change places where one of them is 1
+        source = next((n for n in starts if starts[n] == int(rows[0, 0, 0].item())), "")
+        numbers = np.array(rows.reshape(rows.shape[0], -1))
+        alike = turned(shapes.get(source, ())) == rows.shape and 1 in rows.shape[1:]
+        in_order = (numbers == starts.get(source, 0) + np.arange(len(numbers))[:, None]).all()
+        return (source, 0, len(numbers)) if alike and in_order else None
     if rows.ndim != 2:
         return None
     numbers, across = np.array(rows[:, 0]), np.array(columns[0])

@@ -10,7 +10,7 @@ from model_types.tiny import tiny
 
 from export.cut.unread import unread
 from export.sources.families import expected_shapes
-from export.sources.general import normalised, tensors_made
+from export.sources.general import normalised, shifts, tensors_made
 from export.sources.settings import unknown_settings
 from runtime.core.errors import BundleError
 
@@ -63,6 +63,23 @@ def test_tensors_are_renamed_split_by_rows_and_left_out() -> None:
 def test_tensors_that_are_made_otherwise_are_refused(change: Any) -> None:
     with pytest.raises(BundleError, match="rearranges a"):
         tensors_made(Model(lambda weights: {"a": change(weights["a"])}), SHAPES, "x")
+
+
+def test_filters_are_turned_and_norms_are_shifted() -> None:
+    """As in Qwen 3.5, whose norms scale by 1 + w in transformers."""
+
+    def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        return {"filter": weights["f"].moveaxis(2, 1), "norm": weights["norm"] + 1.0}
+
+    shapes = {"f": (5, 1, 4), "norm": (6,)}
+    assert shifts(Model(sanitize), shapes, "x") == {"norm": 1.0}
+    assert shifts(Model(lambda weights: dict(weights)), shapes, "x") == {}
+    with pytest.raises(BundleError, match="multiplies norm"):
+        shifts(Model(lambda weights: {"norm": 2 * weights["norm"]}), shapes, "x")
+    made = tensors_made(Model(lambda w: {"filter": w["f"].moveaxis(2, 1)}), shapes, "x")
+    assert made == {"filter": ("f", 0, 5)}
+    with pytest.raises(BundleError, match="rearranges"):
+        tensors_made(Model(lambda w: {"filter": w["f"][::-1]}), shapes, "x")
 
 
 def test_what_sanitize_misses_is_named() -> None:
