@@ -276,6 +276,9 @@ def text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
     if raw["model_type"] not in (*MODEL_TYPES, *TEXT_TYPES.values()):
         return dict(raw)
     if not isinstance(raw.get("text_config"), dict):
+        for text_type, outer in TEXT_TYPES.items():
+            if raw["model_type"] == outer and "num_hidden_layers" in raw:  # as mlx-lm reads it
+                return {**raw, "model_type": text_type}
         raise BundleError(f"{where}: a {raw['model_type']} configuration needs a text_config")
     text = dict(raw["text_config"])
     return text | {key: raw[key] for key in ("vocab_size", "tie_word_embeddings") if key in raw}

@@ -371,9 +371,10 @@ def _rows_of(
 
 
 # dropout, numbers of tokens, how training began, blocks that are refused where there are any, and
-# what LFM2 repeats
+# what LFM2 repeats; Qwen 3.5 always has its gate
 _NEUTRAL = re.compile(
     "drop|_token_id$|_token_index$|_token_ids$|_init_scale$|^mamba_|^router_|^block_norm_eps$"
+    "|^attn_output_gate$"
 )
 
 

@@ -60,7 +60,8 @@ def test_folder_gives_back_what_was_written(tmp_path: Path, preset: str) -> None
             assert read.shape(name) == array.shape
             assert read.quantized_form(name) is None
             np.testing.assert_array_equal(whole(read, name), array)
-            np.testing.assert_array_equal(read.rows(name, 3, 17), array[3:17])
+            some = read.rows(name, 3, min(17, len(array)))
+            np.testing.assert_array_equal(some, array[3:17])
         json.dumps(read.provenance)
 
 

@@ -9,7 +9,7 @@ import pytest
 from model_types.tiny import tiny
 
 from export.cut.unread import unread
-from export.sources.families import expected_shapes
+from export.sources.families import expected_shapes, normalise_config
 from export.sources.general import normalised, shifts, tensors_made
 from export.sources.settings import unknown_settings
 from runtime.core.errors import BundleError
@@ -132,3 +132,29 @@ def test_lfm2_is_read_as_its_makers_write_it() -> None:
     assert expected_shapes("lfm2", config)["model.layers.0.feed_forward.w1.weight"] == (64, 64)
     assert "block_use_swiglu" in unknown_settings("lfm2", raw, "x")  # which a warning names
     assert not unread("lfm2", config, raw, "x")
+
+
+# what Qwen 3.5 0.8B's config.json says of its text model beside the sizes
+PUBLISHED_QWEN35 = {
+    "model_type": "qwen3_5_text", "attn_output_gate": True, "full_attention_interval": 4,
+    "hidden_act": "silu", "linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [], "mtp_num_hidden_layers": 1, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+        "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
+
+
+def test_qwen35_is_read_as_its_makers_write_it() -> None:
+    text = {**tiny("qwen3_5_text"), **PUBLISHED_QWEN35}
+    raw = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 12}}
+    config = normalise_config(raw, "x", False)
+    assert (config["model_type"], config["full_attention_interval"]) == ("qwen3_5", 4)
+    positions = {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    assert config["rope_parameters"] == positions
+    assert "mtp_num_hidden_layers" in unknown_settings("qwen3_5", raw, "x")
+    assert not unread("qwen3_5", config, text, "x")
+    irregular = ["full_attention", "linear_attention"] * 2
+    with pytest.raises(BundleError, match="irregular"):
+        normalise_config({**raw, "text_config": {**text, "layer_types": irregular}}, "x", False)

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from support.checkpoints import weights_of, whole
 from support.gguf_files import write_gguf, write_with
+from support.models import FAMILIES
 
 from export.sources.families import build_model
 from export.sources.gguf_config import llama3_factors
 from export.sources.gguf_keys import FIXED, NEUTRAL, USED
 from export.sources.open import open_checkpoint
-from export.sources.random import PRESETS
 from runtime.core.errors import BundleError
 
 ZEROS = np.zeros((128, 128), np.float32)
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("tiny-")])
+@pytest.mark.parametrize("preset", [f"tiny-{family}" for family in FAMILIES])
 @pytest.mark.parametrize("stored_as", ["F32", "F16", "BF16", "Q8_0"])
 def test_gguf_gives_back_the_original(tmp_path: Path, preset: str, stored_as: str) -> None:
     config, arrays = weights_of(preset)
