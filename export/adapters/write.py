@@ -12,6 +12,7 @@ from safetensors.numpy import save
 
 from export.adapters.adapter import Adapter, base_model
 from export.adapters.gguf import write_gguf
+from export.sources.families import TEXT_TYPES
 from export.sources.source import refuse_renamed
 from export.stored import F32
 from runtime.adapters import mlx_lm, peft
@@ -74,9 +75,9 @@ def _write_mlx(adapter: Adapter, output: Path, force: bool, base: str | None) ->
     """Write a folder for `mlx_lm.load(model, adapter_path=...)`."""
     name = base_model(adapter.manifest.provenance)[0] if base is None else base
     config = mlx_lm.config_of(adapter.manifest.lora, len(adapter.layers), adapter.paths)
+    inside = adapter.sees or adapter.manifest.family in TEXT_TYPES.values()
     tensors = {
-        outer_name(own, _INSIDE) if adapter.sees else own: value
-        for own, value in adapter.tensors.items()
+        outer_name(own, _INSIDE) if inside else own: value for own, value in adapter.tensors.items()
     }
     weights = (mlx_lm.WEIGHTS, tensors, "mlx")
     _write_folder(output, force, weights, (mlx_lm.CONFIG, {"model": name, **config}))

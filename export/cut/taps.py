@@ -239,7 +239,14 @@ class _ConvolutionTap(_Tap):
 class LayerTap:
     """Stands in for a transformer layer, remembers how it is called, and else is that layer."""
 
+    @classmethod
+    def of(cls, taps: Taps, index: int, layer: nn.Module) -> LayerTap:
+        """A tap that is of the layer's class too, since models ask; as a module it is empty."""
+        both: type[LayerTap] = type(cls.__name__, (cls, type(layer)), {})
+        return both(taps, index, layer)
+
     def __init__(self, taps: Taps, index: int, layer: nn.Module) -> None:
+        nn.Module.__init__(self)
         self.taps, self.index, self.layer = taps, index, layer
         self.signature = inspect.signature(type(layer).__call__)
         self.mask: Any = None
@@ -291,6 +298,8 @@ class LayerTap:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)
 
+    __setattr__ = object.__setattr__  # a module's own would make the layer a child
+
 
 MASK = "causal"  # the mask of a layer while it is cut
 
@@ -332,7 +341,7 @@ class Taps:
         self.epsilon = None if own else config.get("rms_norm_eps")
         self.tape = Tape()
         self.path, owner, key = _longest_list(model)
-        self.layers = [LayerTap(self, i, layer) for i, layer in enumerate(owner[key])]
+        self.layers = [LayerTap.of(self, i, layer) for i, layer in enumerate(owner[key])]
         for layer in owner[key]:
             self._tap(layer)
         if cuts:

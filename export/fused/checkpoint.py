@@ -14,12 +14,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
-from export.sources.families import stored_numbers, transformers_config
+from export.sources.families import build_model, stored_numbers, transformers_config
+from export.sources.general import shifts
 from export.sources.safetensors_files import INDEX
 from export.sources.source import refuse_renamed, turned
-from export.stored import FloatType, numpy_type
+from export.stored import F32, FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.documents import safetensors_header
 from runtime.core.errors import StorageError
@@ -58,6 +61,7 @@ def write_checkpoint(
     sizes = {name: math.prod(model.shape(name)) * item for name in model.names()}
     tokenizer = model.tokenizer_files()
     config = transformers_config(model.family, model.config, dtype)
+    added = _added_when_read(model)
     if model.digests:
         config[IN_CONFIG] = model.digests
     with FolderWriter(output, force, CONFIG, "checkpoint", _belongs) as writer:
@@ -66,7 +70,7 @@ def write_checkpoint(
         shards = _shards(sizes, shard_bytes)
         files = _file_names(len(shards))
         for name, tensors in zip(files, shards, strict=True):
-            _write_tensors(writer.folder / name, model, tensors, dtype, slices)
+            _write_tensors(writer.folder / name, model, tensors, dtype, slices, added)
         if len(shards) > 1:
             file_of = {
                 name: file for file, names in zip(files, shards, strict=True) for name in names
@@ -116,21 +120,41 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
+def _added_when_read(model: FusedCheckpoint) -> dict[str, float]:
+    """What mlx-lm adds to tensors of a checkpoint whose filters are as transformers has them."""
+    shapes = {name: turned(model.shape(name)) for name in model.names()}
+    if all(shape == model.shape(name) for name, shape in shapes.items()):
+        return {}
+    return shifts(build_model(model.family, model.config), shapes, str(model.provenance["name"]))
+
+
 def _write_tensors(
-    path: Path, model: FusedCheckpoint, names: Sequence[str], dtype: FloatType, slices: Slices
+    path: Path,
+    model: FusedCheckpoint,
+    names: Sequence[str],
+    dtype: FloatType,
+    slices: Slices,
+    added: Mapping[str, float],
 ) -> None:
-    """Write a safetensors file, a slice of a tensor at a time."""
+    """Write a safetensors file, a slice of a tensor at a time, without what is `added` later."""
     numbers = stored_numbers(model.family, model.config)
     shapes = {name: () if name in numbers else turned(model.shape(name)) for name in names}
     tensors = {name: (CODES[dtype], shape) for name, shape in shapes.items()}
     with storage_errors(path), path.open("wb") as file:
         file.write(safetensors_header(tensors, {"format": "pt"}))  # transformers asks for this word
         for name in names:
-            parts = slices.bytes_of(name, model.shape(name), dtype, partial(model.rows, name))
+            read = partial(_shifted_rows, model, name, added.get(name, 0.0))
+            parts = slices.bytes_of(name, model.shape(name), dtype, read)
             for part in parts:
                 file.write(part)
         file.flush()
         flush(file.fileno())
+
+
+def _shifted_rows(model: FusedCheckpoint, name: str, added: float, start: int, stop: int) -> F32:
+    """Rows of a tensor, less what mlx-lm adds when it reads them."""
+    rows = model.rows(name, start, stop)
+    return rows - np.float32(added) if added else rows
 
 
 def _write(path: Path, data: bytes) -> None:

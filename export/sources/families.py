@@ -224,10 +224,20 @@ def transformers_config(family: str, config: dict[str, Any], dtype: str) -> dict
         del settings["sliding_window_pattern"]
     # transformers reads the first name up to 4.55, and both after that
     types = {"torch_dtype": dtype, "dtype": dtype}
-    inside = next((text for text, module in TEXT_TYPES.items() if module == family), family)
-    known = _CLASSES.get(family) or model_class(inside)
-    named = {"architectures": [known] if known else [], **settings, **types}
-    return named if inside == family else {**named, "model_type": inside}
+    known = _CLASSES.get(family) or model_class(family)
+    named = {"architectures": [known] if known else []}
+    text_type = next((text for text, outer in TEXT_TYPES.items() if outer == family), None)
+    if text_type is None:
+        return {**named, **settings, **types}
+    tied = settings["tie_word_embeddings"]  # mlx-lm knows no other name of the text model's type
+    text = {**settings, "model_type": text_type, **types}
+    return {
+        **named,
+        "model_type": family,
+        "text_config": text,
+        "tie_word_embeddings": tied,
+        **types,
+    }
 
 
 def build_model(family: str, config: dict[str, Any], where: str = "config") -> Any:
@@ -318,6 +328,10 @@ def _not_finite(value: Any, name: str = "") -> Iterator[str]:
 
 def text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """The settings of the text half of a model that sees or hears; those of others whole."""
+    if not isinstance(raw.get("text_config"), dict) and "num_hidden_layers" in raw:
+        for text_type, outer in TEXT_TYPES.items():
+            if raw["model_type"] == outer:  # as mlx-lm reads it
+                return {**raw, "model_type": text_type}
     text = text_settings(raw, where)
     if text is None or "text_config" in arguments_of(check_architecture(raw, where)):
         return dict(raw)  # in the second case mlx-lm has no class of its own for the text model

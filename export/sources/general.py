@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from export.sources.rope import checked_scaling
+from export.sources.source import turned
 from export.sources.windows import FULL, pattern_of
 from runtime.core.errors import BundleError
 
@@ -455,6 +456,8 @@ def _parts_of(
     """The parts of tensors of which an array of numbers consists; none if it is not made so."""
     if rows.ndim not in (2, 3):
         return []
+    if rows.ndim == 3 and (filters := _filters(rows, shapes, starts)):
+        return filters
     # of all matrices that are stacked, the first row
     numbers, across = np.array(rows[..., 0]).reshape(-1), np.array(columns[..., 0, :]).reshape(-1)
     if rows.ndim == 2 and rows[0, 0].item() != rows[0, -1].item():
@@ -473,6 +476,17 @@ def _parts_of(
     return parts
 
 
+def _filters(
+    rows: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
+) -> list[Made]:
+    """The filters whose numbers these are; their last two axes may change places if one is 1."""
+    source = next((n for n in starts if starts[n] == int(rows[0, 0, 0].item())), "")
+    numbers = np.array(rows.reshape(rows.shape[0], -1))
+    alike = turned(shapes.get(source, ())) == rows.shape and 1 in rows.shape[1:]
+    in_order = (numbers == starts.get(source, 0) + np.arange(len(numbers))[:, None]).all()
+    return [Made(source, 0, len(numbers))] if alike and in_order else []
+
+
 def _transposed(
     rows: Any, columns: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
 ) -> list[Made]:
@@ -487,9 +501,10 @@ def _transposed(
 
 
 # dropout, numbers of tokens, how training began, blocks that are refused where there are any, and
-# what LFM2 repeats
+# what LFM2 repeats; Qwen 3.5 always has its gate
 _NEUTRAL = re.compile(
     "drop|_token_id$|_token_index$|_token_ids$|_init_scale$|^mamba_|^router_|^block_norm_eps$"
+    "|^attn_output_gate$"
 )
 
 

@@ -103,7 +103,7 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
     Raises BundleError for one that, by its name, changes what the model computes.
     """
     text = text_config(raw, where)
-    model_type = text["model_type"]
+    model_type = str(text.get("model_type", raw["model_type"]))
     known = used_settings(family, model_type) | neutral_settings()
     unknown = _others(text, known | FIXED.get(family, {}).keys())
     if not has_list(family, model_type):

@@ -73,7 +73,7 @@ OF_TYPE: dict[str, Settings] = {
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "full_attn_idxs": None},
     # its norms of outputs near 0 enlarge errors of rounding: with 1e-6 transformers is as far as
     # 2e-5 from float64
-    "qwen3_5_text": {"rms_norm_eps": 1e-3},
+    **{name: {"rms_norm_eps": 1e-3} for name in ("olmo_hybrid", "qwen3_5_text")},
     "granitemoehybrid": {
         "layer_types": ["full_attention"] * 4,
         "num_local_experts": 0,

@@ -16,7 +16,7 @@ from support.bundles import settings as export_settings
 from support.files import listing
 from support.fusing import fused_model, silent
 from support.logits import apart, engine_logits, mlx_lm_logits
-from support.models import Rng, Tiny, adapters_of, each_family
+from support.models import Rng, Tiny, adapters_of, each_family, each_with_mixers
 
 from export.bundle import export_bundle
 from export.fused.checkpoint import write_checkpoint
@@ -47,7 +47,7 @@ def write(
         return write_checkpoint(model, output, dtype, shard_bytes, force, silent)
 
 
-@each_family
+@each_with_mixers
 def test_mlx_lm_and_a_new_export_give_the_logits_of_bundle_and_adapter(
     tiny: Tiny, tmp_path: Path, rng: Rng, family: str
 ) -> None:

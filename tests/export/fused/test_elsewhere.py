@@ -9,7 +9,7 @@ import pytest
 from support.bundles import runnable, settings
 from support.fusing import fused_model, silent
 from support.logits import apart, engine_logits, exact_factor, mlx_lm_logits, typical
-from support.models import Rng, Tiny, adapters_of, each_family
+from support.models import Rng, Tiny, adapters_of, each_family, each_with_mixers
 from support.peers import LLAMA, TORCH, interpreter, llama_logits, peft_logits
 
 from export.bundle import export_bundle
@@ -21,7 +21,7 @@ TOKENS = 40  # longer than the windows of the tiny Gemma
 
 
 @pytest.mark.slow
-@each_family
+@each_with_mixers
 def test_transformers_loads_the_folder(tiny: Tiny, tmp_path: Path, rng: Rng, family: str) -> None:
     interpreter(*TORCH)
     bundle = tiny(family)

@@ -16,7 +16,7 @@ from export.sources.families import (
     normalise_config,
     text_config,
 )
-from export.sources.general import Made, normalised, tensors_made
+from export.sources.general import Made, normalised, shifts, tensors_made
 from export.sources.settings import unknown_settings
 from runtime.core.errors import BundleError
 
@@ -87,6 +87,23 @@ def test_experts_are_stacked_and_split() -> None:
 def test_tensors_that_are_made_otherwise_are_refused(change: Any) -> None:
     with pytest.raises(BundleError, match="rearranges a"):
         tensors_made(Model(lambda weights: {"a": change(weights["a"])}), SHAPES, "x")
+
+
+def test_filters_are_turned_and_norms_are_shifted() -> None:
+    """As in Qwen 3.5, whose norms scale by 1 + w in transformers."""
+
+    def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        return {"filter": weights["f"].moveaxis(2, 1), "norm": weights["norm"] + 1.0}
+
+    shapes = {"f": (5, 1, 4), "norm": (6,)}
+    assert shifts(Model(sanitize), shapes, "x") == {"norm": 1.0}
+    assert shifts(Model(lambda weights: dict(weights)), shapes, "x") == {}
+    with pytest.raises(BundleError, match="multiplies norm"):
+        shifts(Model(lambda weights: {"norm": 2 * weights["norm"]}), shapes, "x")
+    made = tensors_made(Model(lambda w: {"filter": w["f"].moveaxis(2, 1)}), shapes, "x")
+    assert made == {"filter": [Made("f", 0, 5)]}
+    with pytest.raises(BundleError, match="rearranges"):
+        tensors_made(Model(lambda w: {"filter": w["f"][:, :, ::-1]}), shapes, "x")
 
 
 def test_what_sanitize_misses_is_named() -> None:
@@ -177,3 +194,29 @@ def test_lfm2_is_read_as_its_makers_write_it() -> None:
     assert expected_shapes("lfm2", config)["model.layers.0.feed_forward.w1.weight"] == (64, 64)
     assert "block_use_swiglu" in unknown_settings("lfm2", raw, "x")  # which a warning names
     assert not unread("lfm2", config, raw, "x")
+
+
+# what Qwen 3.5 0.8B's config.json says of its text model beside the sizes
+PUBLISHED_QWEN35 = {
+    "model_type": "qwen3_5_text", "attn_output_gate": True, "full_attention_interval": 4,
+    "hidden_act": "silu", "linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [], "mtp_num_hidden_layers": 1, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+        "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
+
+
+def test_qwen35_is_read_as_its_makers_write_it() -> None:
+    text = {**tiny("qwen3_5_text"), **PUBLISHED_QWEN35}
+    raw = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 12}}
+    config = normalise_config(raw, "x", False)
+    assert (config["model_type"], config["full_attention_interval"]) == ("qwen3_5", 4)
+    positions = {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    assert config["rope_parameters"] == positions
+    assert "mtp_num_hidden_layers" in unknown_settings("qwen3_5", raw, "x")
+    assert not unread("qwen3_5", config, text, "x")
+    irregular = ["full_attention", "linear_attention"] * 2
+    with pytest.raises(BundleError, match="irregular"):
+        normalise_config({**raw, "text_config": {**text, "layer_types": irregular}}, "x", False)
