@@ -37,7 +37,7 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[bfloat16,demo,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps '$(BFCL)'
 	$(MAKE) blas
 	$(MAKE) tokenizers
