@@ -69,7 +69,7 @@ def _choices(summary: dict[str, Any]) -> dict[str, Any]:
         "choices": {
             key: value
             for key, value in plan.items()
-            if key not in ("blocks", "compute_reason") and not key.endswith("_bytes")
+            if key != "blocks" and not key.endswith("_bytes")
         }
     }
 

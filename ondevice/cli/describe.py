@@ -219,13 +219,12 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ("smallest budget that fits", format_bytes(plan["minimum_bytes"], up=True)),
         ("scratch files on disk", format_bytes(plan["scratch_disk_bytes"])),
     ]
-    why = f" ({plan['compute_reason']})" if plan["compute_reason"] else ""
     lines = [
         f"sequence bucket of {plan['bucket']} tokens, "
         f"{counted(plan['rows'], 'sequence')} per batch, "
         f"{counted(plan['accumulation'], 'batch', 'batches')} per step",
         f"tiles: {_tiles(plan)}",
-        f"products in {plan['compute_dtype']}{why}",
+        f"products in {plan['compute_dtype']}",
         _table(table),
     ]
     if per_block:

@@ -125,8 +125,8 @@ _BUNDLE = (
 _QUANTIZED = "weights are quantized once: ondevice export MODEL -o BUNDLE --bits 4 (or 8, 16)"
 _MEMORY = "activations are recomputed where the budget asks for it (--budget); leave it out"
 _PRECISION = (
-    "weights are computed with in float32, whatever the bundle stores; leave it out, or store "
-    "adapters of the current block in --adapter-dtype bfloat16"
+    "sums are computed in float32, whatever the bundle stores; leave it out, or give "
+    "--compute-dtype bfloat16 for products of rounded factors, where the processor has them"
 )
 _ONE_DEVICE = "training uses one process on one device; leave it out"
 _LINES = "every ten steps a line is printed, and all are in the run's metrics.jsonl; leave it out"

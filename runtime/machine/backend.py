@@ -143,8 +143,11 @@ def blas_threads() -> int:
     return max(1, int(libraries.openblas_get_num_threads()))
 
 
-def arithmetic() -> dict[str, str]:
-    """Facts that decide the last bits of results besides bundle and options, by name."""
+def arithmetic(of_options: bool = True) -> dict[str, str]:
+    """Facts that decide the last bits of results besides bundle and options, by name.
+
+    `of_options` are those of libraries that only some options load.
+    """
     libraries = ctypes.CDLL(None)
     blas = f"{_prepared[0] if _prepared else 'unknown'}, {platform.machine()}"
     if sys.platform == "darwin":
@@ -154,7 +157,7 @@ def arithmetic() -> dict[str, str]:
         blas = f"{libraries.openblas_get_config().decode()}, {platform.machine()}"
     facts = {"MLX's version": mlx_version(), "the BLAS": blas}
     facts["the number of BLAS threads"] = str(blas_threads())
-    if (library := onednn.loaded()) is not None:
+    if of_options and (library := onednn.loaded()) is not None:
         facts["the library of bfloat16"] = f"oneDNN {library.version}"
     return facts | ({"the GPU": gpu} if (gpu := gpu_name()) else {})
 

@@ -26,7 +26,7 @@ INSTRUCTIONS = {"avx512_bf16", "amx_bf16"}
 BFLOAT16, FLOAT32, INT8 = 2, 3, 5  # dnnl_data_type_t
 SOURCE, WEIGHTS, TARGET, SCRATCHPAD, SCALES = 1, 33, 17, 80, 4096 | 1  # DNNL_ARG_*
 CPU, IN_ORDER, BY_CALLER = 1, 1, 1
-QUERY_NAME, QUERY_SCRATCHPAD = 8, 136
+QUERY_SCRATCHPAD = 136
 ALIGNMENT = 64
 # Shapes whose code is kept. The layers of a model have some 30, and a head four more for each
 # number of scored positions. Code that multiplies every shape exists; but it takes 5 MB a thread
@@ -289,8 +289,8 @@ def _open() -> ctypes.CDLL:
 def _let_blas_threads_sleep() -> None:
     """Have idle threads of OpenBLAS sleep, else they take the core of one of OpenMP's.
 
-    OpenBLAS reads the variable when it is loaded; it is had to read it again, and to start its
-    threads anew with their next product.
+    OpenBLAS reads the variable when it is loaded. Here it reads it once more, and starts its
+    threads anew with its next product.
     """
     blas = ctypes.CDLL(None)
     functions = ("openblas_read_env", "blas_thread_shutdown_")

@@ -29,7 +29,7 @@ GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its fil
 LEAST_CONTEXT = 64  # tokens; a shorter context is not proposed
 DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
-PRODUCTS_BYTES = 4_000_000  # oneDNN's code for all shapes that are multiplied, and its scratchpad
+PRODUCTS_BYTES = 2_500_000  # oneDNN's code for all shapes that are multiplied, and its scratchpad
 THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 # The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
@@ -124,7 +124,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     cached_bytes: Natural = 0  # of the key-value cache
     materialized_head: bool = False  # whether the head's matrix stays dequantized too
     compute_dtype: str = "float32"  # of products with frozen weights
-    compute_reason: str = ""  # why it is taken
 
     @property
     def sizes(self) -> Sizes:
@@ -157,7 +156,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return document
 
 
-FACTS = ("limit_bytes", "minimum_bytes", "compute_reason")
+FACTS = ("limit_bytes", "minimum_bytes")
 """Fields of a plan that say how the machine and the process are, and decide nothing."""
 
 
@@ -298,7 +297,6 @@ class Planner:
             context=request.context,
             cached_bytes=lowered.cached_bytes,
             compute_dtype=self.machine.compute_dtype,
-            compute_reason=self.machine.compute_reason,
         )
 
     def peak_of(self, plan: Plan, request: Request, demand: Demand) -> int:

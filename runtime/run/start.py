@@ -55,10 +55,16 @@ def plan_training(
         UsageError: rows are longer than the bundle has graphs for, the machine cannot be read, or
             the LoRA settings do not fit the model or the adapter to start from.
     """
-    return _plan(*to_train(config, bundle, note), machine)
+    return _plan(*to_train(config, bundle, note), machine, note=note or silent)
 
 
-def _plan(config: StepConfig, bundle: Bundle, machine: Machine | None, workers: int = 1) -> Plan:
+def _plan(
+    config: StepConfig,
+    bundle: Bundle,
+    machine: Machine | None,
+    workers: int = 1,
+    note: Note = silent,
+) -> Plan:
     """The plan for a configuration and a bundle with the same LoRA settings."""
     machine = machine or training_machine(config, bundle)
     if config.arithmetic != "auto" and config.arithmetic != machine.arithmetic:
@@ -66,6 +72,8 @@ def _plan(config: StepConfig, bundle: Bundle, machine: Machine | None, workers: 
     if config.compute_dtype == "bfloat16" and machine.compute_dtype == "float32":  # not this one
         dtype = choose("bfloat16", machine.device, machine.packed, None)
         machine = msgspec.structs.replace(machine, compute_dtype=dtype.name)
+    if config.compute_dtype == "auto":
+        note(f"products in {machine.compute_dtype}: {machine.compute_reason}")
     return make_plan(bundle.manifest, machine, training(config, bundle.manifest, workers))
 
 
@@ -125,9 +133,7 @@ def _begin(
 ) -> TrainResult:
     """Plan and train a run in its empty folder."""
     config, bundle = to_train(with_length(config, bundle, folder.path), bundle, events.note)
-    chosen = (
-        None if config.pack else _plan(config, bundle, machine_of_run(config, bundle), team.size)
-    )
+    chosen = None if config.pack else _first_plan(config, bundle, team, events)
     fixed = _with_absolute_paths(config, folder)
     rows = open_run_rows(fixed, bundle, folder.path)
     for report in rows.reports.values():
@@ -138,7 +144,7 @@ def _begin(
     if samples.packing_report is not None:
         events.note(samples.packing_report.describe())
     if chosen is None:  # packing takes memory, so a refusal before it would name too little
-        chosen = _plan(config, bundle, machine_of_run(config, bundle), team.size)
+        chosen = _first_plan(config, bundle, team, events)
     fixed = settled(fixed, samples, events.note)
     fixed = replace(fixed, compute_dtype=chosen.compute_dtype)  # no longer "auto"
     if rows.valid is None and fixed.eval_every:
@@ -164,6 +170,10 @@ def _begin(
     return Trainer(
         fixed, folder, session, adapters, running, samples, rows, events, meter, team=team
     ).run()
+
+
+def _first_plan(config: TrainConfig, bundle: Bundle, team: Team, events: Events) -> Plan:
+    return _plan(config, bundle, machine_of_run(config, bundle), team.size, events.note)
 
 
 def _with_absolute_paths(config: TrainConfig, folder: RunFolder) -> TrainConfig:

@@ -401,7 +401,7 @@ def versions() -> dict[str, str]:
     from runtime.core.version import __version__
     from runtime.machine.backend import arithmetic
 
-    return {"ondevice's version": __version__, **arithmetic()}
+    return {"ondevice's version": __version__, **arithmetic(of_options=False)}
 
 
 def _remove(folder: Path, made: Sequence[Path]) -> None:

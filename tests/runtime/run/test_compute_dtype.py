@@ -74,9 +74,10 @@ def test_automatic_is_settled_when_a_run_begins(
     run = tmp_path / "run"
     monkeypatch.setattr("runtime.machine.onednn._loaded", [])
     monkeypatch.setattr("runtime.machine.backend.cpu_flags", set)
-    succeeds(*train_arguments(tiny("qwen2").path, run, 1, compute_dtype="auto"), by=here)
+    done = succeeds(*train_arguments(tiny("qwen2").path, run, 1, compute_dtype="auto"), by=here)
+    assert "products in float32: bfloat16: this processor has no products of" in done.stderr
     assert tomllib.loads((run / "config.toml").read_text())["compute_dtype"] == "float32"
-    assert json.loads((run / "plan.json").read_text())["compute_reason"]
+    assert json.loads((run / "plan.json").read_text())["compute_dtype"] == "float32"
     refuses(2, "no products of bfloat16", "plan", tiny("qwen2").path, "--compute-dtype", HALF)
 
 
@@ -115,4 +116,5 @@ def test_a_plan_counts_tiles_of_half_the_size_and_the_library(tiny: Tiny) -> Non
             assert 0 < half.process_bytes - exact.process_bytes <= PRODUCTS_BYTES
         exact, half = (plan_of(manifest, task, machine=machine) for machine in machines.values())
         if exact.materialized_layers == half.materialized_layers:
-            assert half.materialized_bytes == exact.materialized_bytes / 2
+            share = half.materialized_bytes / exact.materialized_bytes
+            assert 0.5 <= share < 0.6  # the shifts of affine groups are float32

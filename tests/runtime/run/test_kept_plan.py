@@ -46,7 +46,7 @@ class StoppedError(Exception):
 def on(monkeypatch: pytest.MonkeyPatch, **facts: object) -> None:
     """Let this machine be the written down one, with other facts."""
     machine: Machine = msgspec.structs.replace(LINUX, **facts)
-    monkeypatch.setattr(budget, "this_machine", lambda device, arithmetic: machine)
+    monkeypatch.setattr(budget, "this_machine", lambda *asked: machine)
     monkeypatch.setattr(start, "Meter", Unwatched)
 
 
@@ -219,6 +219,7 @@ CHANGED: dict[str, object] = {
     "limit_bytes": 50_000_000,
     "arithmetic": "packed",
     "adapter_dtype": "bfloat16",
+    "compute_dtype": "bfloat16",
     "blocks": lambda blocks: (*blocks[1:], blocks[0]),
     "minimum_bytes": 1,
     "evaluation": "block",

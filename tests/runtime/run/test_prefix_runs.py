@@ -114,7 +114,7 @@ def test_what_a_prefix_cannot_do_is_refused(
 
 def test_a_plan_counts_the_rows_of_a_prefix(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few kilobytes, by which this process itself may shrink between two plans."""
-    monkeypatch.setattr(budget, "this_machine", lambda device, arithmetic: LINUX)
+    monkeypatch.setattr(budget, "this_machine", lambda *asked: LINUX)
     plan = ["plan", bundle, "--budget=400MB", "--method=mezo", "--seq-len=32", "--trainable=prefix"]
     peaks = [
         json_of(*plan, f"--prefix-length={length}", by=here)["predicted_peak_bytes"]
