@@ -86,7 +86,7 @@ class Slice(Record, frozen=True):
 
 
 FORMAT = "ondevice-bundle"
-VERSION = 5
+VERSION = 6
 WARNINGS = "warnings"  # in the provenance
 USUAL_TOKENS = 256  # of a row where nothing else decides its length
 MAX_DEPTH = 20  # of lists and objects inside each other

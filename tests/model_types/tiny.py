@@ -53,6 +53,7 @@ OTHERS: Settings = {
 OF_TYPE: dict[str, Settings] = {
     "gpt_neox": {"intermediate_size": 256},
     "gemma3_text": {"num_hidden_layers": 6},
+    "dots1": {"n_shared_experts": 1},
     "granitemoehybrid": {
         "layer_types": ["full_attention"] * 4,
         "num_local_experts": 0,

@@ -79,7 +79,8 @@ def difference(folder: Path) -> float | str:
 
 # words of a refusal -> the operation that is missing
 _OPERATIONS = {
-    "experts": "experts",
+    "experts with biases": "experts with biases",
+    "experts": "other experts",
     "convolution": "convolutions",
     "ternary": "ternary matrices",
     "a product of its own": "a product for each head",
@@ -94,7 +95,6 @@ _OPERATIONS = {
 _IMPORTS = {
     "gated_delta": "the gated delta rule",
     "ssm": "state spaces, convolutions or linear attention",
-    "switch_layers": "experts",
     "mla": "a product for each head",
 }
 NOT_TRIED = "not tried: no tiny configuration"

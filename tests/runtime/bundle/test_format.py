@@ -24,7 +24,7 @@ from runtime.storage.weights import Weights
 
 def test_manifest_to_the_byte(origin: Bundle) -> None:
     text = (origin.path / MANIFEST).read_bytes()
-    start = b'{\n "format": "ondevice-bundle",\n "version": 5,\n "mlx_version": "'
+    start = b'{\n "format": "ondevice-bundle",\n "version": 6,\n "mlx_version": "'
     assert text.startswith(start)
     document = json.loads(text)
     assert list(document) == [
