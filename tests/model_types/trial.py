@@ -80,7 +80,7 @@ def difference(folder: Path) -> float | str:
 # words of a refusal -> the operation that is missing
 _OPERATIONS = {
     "experts with biases": "experts with biases",
-    "experts": "other experts",
+    "has experts": "other experts",
     "convolution": "convolutions",
     "ternary": "ternary matrices",
     "a product of its own": "a product for each head",
