@@ -236,6 +236,47 @@ class _ConvolutionTap(_Tap):
         return tape.record(ConvolutionCall(self.name, (x,), output, self.parameters))
 
 
+class _Given:
+    """An input x that a module multiplies by its own matrix: x @ weight.T, and nothing else."""
+
+    dtype = mx.float32
+
+    def __init__(self, tap: _LinearTap, x: mx.array) -> None:
+        self.tap, self.x, self.shape = tap, x, x.shape
+
+    def astype(self, dtype: mx.Dtype) -> _Given:
+        """The same: everything is float32."""
+        return self
+
+    def __matmul__(self, weight: Any) -> mx.array:
+        if not isinstance(weight, _Weight):
+            self.__getattr__("a product with another matrix")
+        return self.tap(self.x)
+
+    def __getattr__(self, name: str) -> Any:
+        raise BundleError(
+            f"the model has matrices that are no linear layers ({self.__dict__['tap'].name}, "
+            f"{name}), which is not supported"
+        )
+
+
+class _Weight:
+    """A module's own matrix, which it multiplies by."""
+
+    @property
+    def T(self) -> _Weight:  # noqa: N802  (MLX's name)
+        return self
+
+
+class _OwnMatrix:
+    """Mixed into the class of a module that multiplies by a parameter `weight`, as routers do."""
+
+    weight = _Weight()
+
+    def __call__(self, x: mx.array) -> Any:
+        return super().__call__(_Given(self.tap, x))  # type: ignore[misc, attr-defined]
+
+
 class LayerTap:
     """Stands in for a transformer layer, remembers how it is called, and else is that layer."""
 
@@ -365,6 +406,11 @@ class Taps:
             if maker is not None:
                 parent, _, attribute = path.rpartition(".")
                 setattr(parents[parent], attribute, maker(self, path, child))
+            elif _has_matrix(child):
+                child.tap = _LinearTap(self, path, child)
+                del child["weight"]
+                kind = type(child)
+                child.__class__ = type(kind.__name__, (_OwnMatrix, kind), {})
 
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[Tape]:
@@ -473,6 +519,14 @@ def _modules_with(name: str) -> dict[Any, Any]:
         for path, module in [*sys.modules.items()]
         if path.startswith("mlx_lm.models.") and hasattr(module, name)
     }
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Whether a module has a matrix `weight` of its own, and no modules inside."""
+    weight = module.get("weight")
+    if not isinstance(weight, mx.array) or weight.ndim != 2 or module.children():
+        return False
+    return bool(mx.issubdtype(weight.dtype, mx.floating))
 
 
 def _longest_list(model: nn.Module) -> tuple[str, nn.Module, str]:

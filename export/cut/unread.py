@@ -33,10 +33,12 @@ _PROBLEMS = (
     *(TypeError, ValueError),
 )
 PROBE = 17  # tokens: more than the windows that are tried
-# sizes of tensors, which the checkpoint's own shapes confirm, and the lengths
+# sizes of tensors, which the checkpoint's own shapes and names confirm, and the lengths
 _SIZES = {
     *("model_type", "num_hidden_layers", "max_position_embeddings", "tie_word_embeddings"),
     *("n_positions", "n_ctx", "n_inner", "num_key_value_heads"),
+    # which layers have experts
+    *("mlp_layer_types", "moe_layer_end_index"),
     *("original_max_position_embeddings", "quantization", "quantization_config", IN_CONFIG),
     *("block_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_auto_adjust_ff_dim"),
 }

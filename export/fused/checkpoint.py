@@ -25,7 +25,7 @@ from export.sources.source import refuse_renamed, turned
 from export.stored import F32, FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.documents import safetensors_header
-from runtime.core.errors import StorageError
+from runtime.core.errors import StorageError, UsageError
 from runtime.core.files import flush, flush_path, storage_errors
 from runtime.core.folder_writer import FolderWriter
 from runtime.core.notes import Progress
@@ -57,6 +57,12 @@ def write_checkpoint(
             transformers.
     """
     refuse_renamed(model.provenance, "a checkpoint")
+    if experts := model.bundle.manifest.expert_names:
+        raise UsageError(
+            f"a checkpoint: {', '.join(experts)} hold experts, which transformers and mlx-lm store "
+            "in other tensors; mlx-lm reads the adapter (ondevice adapter --to mlx), and --to "
+            "bundle writes a fused bundle"
+        )
     item = numpy_type(dtype).itemsize
     sizes = {name: math.prod(model.shape(name)) * item for name in model.names()}
     tokenizer = model.tokenizer_files()

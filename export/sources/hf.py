@@ -242,6 +242,7 @@ def _language_model(
     elif any(stored[name].shape != shape for name, shape in expected.items() if name in stored):
         added = shifts(model, {name: tensor.shape for name, tensor in stored.items()}, where)
         tensors |= {name: replace(stored[name], shift=shift) for name, shift in added.items()}
+    tensors = _with_split_experts(tensors, expected)
     # experts, which a file has one behind the other
     tensors = {
         name: tensor.flat() if _holds_experts(name, expected) else tensor
@@ -271,6 +272,31 @@ def _joined(tensors: Mapping[str, StoredTensor], parts: list[Made]) -> AnyTensor
     return JoinedTensor(
         tuple(tensors[part.source].flat().part(part.first, part.rows) for part in parts)
     )
+
+
+def _with_split_experts(
+    tensors: Mapping[str, AnyTensor], expected: Mapping[str, tuple[int, ...]]
+) -> dict[str, AnyTensor]:
+    """The tensors with gate and up of experts apart, which transformers 5 may have in one tensor.
+
+    That is experts.gate_up_proj (N, 2 W, C), beside experts.down_proj (N, C, W).
+    """
+    made = dict(tensors)
+    for name, tensor in tensors.items():
+        base, _, last = name.rpartition("experts.")
+        into = f"{base}switch_mlp."
+        if last == "down_proj" and expected.get(f"{into}{last}.weight") == tensor.flat().shape:
+            made[f"{into}{last}.weight"] = made.pop(name)
+        if last != "gate_up_proj" or not isinstance(tensor, StoredTensor):
+            continue
+        both, (count, rows, _) = tensor.flat(), tensor.shape
+        for at, part in enumerate(("gate_proj", "up_proj")):
+            parts = [both.part(i * rows + at * rows // 2, rows // 2) for i in range(count)]
+            joined = JoinedTensor(tuple(parts))
+            if expected.get(f"{into}{part}.weight") == joined.shape:
+                made[f"{into}{part}.weight"] = joined
+                made.pop(name, None)
+    return made
 
 
 def _holds_experts(name: str, expected: Mapping[str, tuple[int, ...]]) -> bool:

@@ -13,7 +13,7 @@ from runtime.config.base import to_toml
 from runtime.config.shared import StepConfig, mix_of
 from runtime.config.train import GENERAL, NO_DATA, PlanConfig, TrainConfig
 from runtime.core.errors import UsageError
-from runtime.core.notes import Note, warning
+from runtime.core.notes import Note, silent, warning
 from runtime.data.mixed import MixedRows
 from runtime.data.run_rows import absolute, open_run_rows, with_length
 from runtime.data.samples import Samples

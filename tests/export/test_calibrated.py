@@ -218,3 +218,23 @@ def test_options_without_effect_are_refused(given: dict[str, Any], said: str) ->
 def test_options_may_concern_the_embedding_alone() -> None:
     config = ExportConfig(source="m", output="o", bits=16, embedding_bits=4, layout="symmetric")
     assert config.head_bits == 4 and {"bits", "embedding_bits", "layout"} < config.changed
+
+
+def test_experts_are_rounded_and_that_is_said(tmp_path: Path) -> None:
+    """The matrices around them are calibrated; routers have 8 bits."""
+    notes: list[str] = []
+    preset = "random:tiny-qwen3-moe"
+    config = settings(preset, tmp_path / "b", calibrate="random:3", calibration_tokens=300)
+    engine = ExportEngine(
+        Meter(), BUDGET, no_progress, lambda note: notes.append(str(note)), tmp_path
+    )
+    calibrated = export_bundle(config, make_engine=lambda folder: engine)
+    plain = exported(preset, tmp_path / "plain")
+    assert any("6 matrices hold experts: these are rounded" in note for note in notes)
+    manifest = calibrated.manifest
+    assert manifest.provenance["calibration"]["rounded_experts"] == 6
+    for name, matrix in manifest.matrices.items():
+        same = matrix.error == plain.manifest.matrices[name].error
+        assert same == (".switch_mlp." in name)
+        assert matrix.bits == (8 if name.split(".")[-1] in ("k_proj", "v_proj", "gate") else 4)
+    calibrated.verify()

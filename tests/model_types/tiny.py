@@ -74,6 +74,7 @@ OF_TYPE: dict[str, Settings] = {
     # its norms of outputs near 0 enlarge errors of rounding: with 1e-6 transformers is as far as
     # 2e-5 from float64
     **{name: {"rms_norm_eps": 1e-3} for name in ("olmo_hybrid", "qwen3_5_text")},
+    "dots1": {"n_shared_experts": 1},
     "granitemoehybrid": {
         "layer_types": ["full_attention"] * 4,
         "num_local_experts": 0,

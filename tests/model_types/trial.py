@@ -79,7 +79,8 @@ def difference(folder: Path) -> float | str:
 
 # words of a refusal -> the operation that is missing
 _OPERATIONS = {
-    **dict.fromkeys(("experts", "mlp.gate.weight"), "experts"),
+    "experts with biases": "experts with biases",
+    "has experts": "other experts",
     "convolution": "convolutions",
     "ternary": "ternary matrices",
     "a product of its own": "a product for each head",
@@ -93,7 +94,6 @@ _OPERATIONS = {
 _SOURCES = {
     "from .gated_delta import": "the gated delta rule",
     "from .ssm import": "state spaces, convolutions or linear attention",
-    "from .switch_layers import": "experts",
     "from .mla import": "a product for each head",
     "nn.Conv1d": "convolutions",
     "wkv7": "linear recurrences",

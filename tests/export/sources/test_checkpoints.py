@@ -614,3 +614,82 @@ def test_a_model_that_was_saved_wrapped_is_read(tmp_path: Path, prefix: str) -> 
     other = write_folder(tmp_path / "other", config, prefixed("transformer.", arrays))
     with pytest.raises(BundleError, match=r"none of its 21 tensors has a name as model\.layers\.0"):
         open_checkpoint(str(other))
+
+
+# --- experts ----------------------------------------------------------------------------------
+
+
+def _one_by_one(arrays: Arrays, count: int) -> dict[str, Any]:
+    """A tensor for each expert, as transformers 4 names them and 5 saves them."""
+    found: dict[str, Any] = {}
+    for name, array in arrays.items():
+        if ".switch_mlp." not in name:
+            found[name] = array
+            continue
+        for number, part in enumerate(np.split(array, count)):
+            found[name.replace("switch_mlp", f"experts.{number}")] = part
+    return found
+
+
+def _stacked(arrays: Arrays, count: int) -> dict[str, Any]:
+    """As mlx-lm has them."""
+    return {
+        name: np.stack(np.split(array, count)) if ".switch_mlp." in name else array
+        for name, array in arrays.items()
+    }
+
+
+def _joined(arrays: Arrays, count: int) -> dict[str, Any]:
+    """As transformers 5 computes with them: gate above up."""
+    found = _stacked(arrays, count)
+    for name in [name for name in found if name.endswith("switch_mlp.gate_proj.weight")]:
+        base, inner = name.removesuffix("switch_mlp.gate_proj.weight"), "switch_mlp"
+        gate, up, down = (
+            found.pop(f"{base}{inner}.{part}_proj.weight") for part in ("gate", "up", "down")
+        )
+        found[f"{base}experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        found[f"{base}experts.down_proj"] = down
+    return found
+
+
+@pytest.mark.parametrize("spelled", [_one_by_one, _stacked, _joined])
+def test_experts_are_read_under_all_their_names(
+    tmp_path: Path, rng: np.random.Generator, spelled: Callable[..., dict[str, Any]]
+) -> None:
+    config, arrays = weights_of("tiny-qwen3-moe")
+    written = spelled(arrays, config["num_experts"])
+    assert written.keys() != arrays.keys() or spelled is _stacked
+    with open_checkpoint(str(write_folder(tmp_path / "m", config, written))) as read:
+        assert {*read.names()} == {*arrays}
+        for name, array in arrays.items():
+            first, last = sorted(rng.choice(len(array) + 1, 2, replace=False).tolist())
+            np.testing.assert_array_equal(read.rows(name, first, last), array[first:last])
+            np.testing.assert_array_equal(whole(read, name), array)
+
+
+def test_experts_that_mlx_has_quantized_keep_their_integers(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-qwen3-moe")
+    written: dict[str, Any] = {}
+    for name, array in _stacked(arrays, config["num_experts"]).items():
+        base = name.removesuffix(".weight")
+        if array.ndim < 2:
+            written[name] = array
+            continue
+        packed = mx.quantize(mx.array(array), group_size=32, bits=4)
+        written |= {
+            f"{base}.{part}": x
+            for part, x in zip(("weight", "scales", "biases"), packed, strict=True)
+        }
+    config["quantization"] = {"group_size": 32, "bits": 4}
+    with open_checkpoint(str(write_folder(tmp_path / "m", config, written))) as read:
+        name = "model.layers.1.mlp.switch_mlp.down_proj.weight"
+        form = read.quantized_form(name)
+        assert form is not None and (form.bits, form.group_size) == (4, 32)
+        expected = mx.dequantize(
+            *(written[name.replace("weight", part)] for part in ("weight", "scales", "biases")),
+            group_size=32,
+            bits=4,
+        )
+        found = whole(read, name)
+        assert found.shape == arrays[name].shape
+        np.testing.assert_allclose(found, np.array(expected).reshape(found.shape), atol=1e-6)
