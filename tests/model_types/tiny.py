@@ -94,11 +94,6 @@ OF_TYPE |= {  # what their classes need besides, named as nowhere else
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "phi3small": {
-        **{"dense_attention_every_n_layers": 2, "ff_intermediate_size": 96, "gegelu_limit": 20.0},
-        **{"blocksparse_block_size": 64, "blocksparse_num_local_blocks": 2},
-        "vocab_size": 100_352,  # its class writes to logits up to there, whatever a model has
-    },
     "rwkv7": dict.fromkeys(
         ("a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim", "decay_low_rank_dim"), 8
     ),
