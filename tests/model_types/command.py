@@ -11,7 +11,7 @@ from pathlib import Path
 
 from support.pages import ROOT
 
-from export.sources.families import MODEL_TYPES
+from export.sources.families import MODEL_TYPES, TEXT_TYPES
 from export.sources.general import completed
 from export.sources.verified import FILE, tried_types
 from model_types.tiny import is_model, model_types
@@ -45,13 +45,14 @@ def main(words: list[str]) -> int:
         name
         for name, state in states.items()
         if isinstance(state, float) or state.startswith(NOT_COMPARED)
-        if name not in MODEL_TYPES and (not words or name in words)
+        if name not in (*MODEL_TYPES, *TEXT_TYPES.values()) and (not words or name in words)
     ]
     with tempfile.TemporaryDirectory() as folder:
         made_elsewhere(Path(folder), compared, 7)
         for name in compared:
             states[name] = apart(Path(folder), name)
             states |= {outer: states[text] for outer, text in MODEL_TYPES.items()}
+            states |= {outer: states[text] for text, outer in TEXT_TYPES.items()}
             FILE.write_text(json.dumps(states, indent=2) + "\n")
             PAGE.write_text(page(states))
     return 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from export.sources.families import MODEL_TYPES
+from export.sources.families import MODEL_TYPES, TEXT_TYPES
 from export.sources.verified import CLOSE, is_verified, tried_types
 from model_types.command import NO_CLASS, NOT_COMPARED, PAGE, apart, page
 from model_types.tiny import is_model, model_types
@@ -15,7 +15,7 @@ from model_types.trial import made_elsewhere, missing, refusal
 COMPARED = sorted(
     name
     for name, state in tried_types().items()
-    if isinstance(state, float) and name not in MODEL_TYPES
+    if isinstance(state, float) and name not in (*MODEL_TYPES, *TEXT_TYPES.values())
 )
 
 
