@@ -281,7 +281,10 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, family, where)
     base_alone = {*nested} <= {"rope_theta", "rope_type"} and "rope_theta" in known
     by_type = any(isinstance(value, dict) for value in nested.values())
-    beside = {"rope_theta", "rope_scaling"} <= known and not by_type
+    nests = (
+        "rope_parameters" in known and _parameters(family)["rope_parameters"].default is not None
+    )
+    beside = {"rope_theta", "rope_scaling"} <= known and not by_type and not nests
     needed = "rope_parameters" in known and (
         _parameters(family)["rope_parameters"].default is _NEEDED
     )
@@ -296,7 +299,7 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     if "rope_parameters" in known:  # a class that takes them whole
         scope = {key: value for key, value in scope.items() if key not in _BESIDE_SCALING}
     full["rope_scaling"] = checked_scaling(scope, full, where)
-    if "rope_parameters" in full and _parameters(family)["rope_parameters"].default is not None:
+    if "rope_parameters" in full and nests:
         _nest_positions(full)
     elif "rope_parameters" in full:  # where the class finds the same
         for key in {"rope_scaling", _BASES[0], _TURNED[0]} - known:

@@ -17,6 +17,8 @@ from runtime.operations.kernel import Run, Tools
 from runtime.operations.program import Program
 from runtime.operations.values import gradient_of, graph_key, is_parameter, shape_at, token_axis
 
+BOUNDED_BYTES = 1 << 21  # of a tile's intermediates, from which on MLX must not run ahead
+
 
 @dataclass(frozen=True)
 class ElementwiseKernel:
@@ -73,7 +75,7 @@ class ElementwiseKernel:
             working_bytes = self.tools.graphs.workspace_bytes(key)
             self.tools.arrays.evaluate([*results.values()], working_bytes)
             return results
-        given = dict(zip(names, arguments, strict=True))
+        given, graphs = dict(zip(names, arguments, strict=True)), self.tools.graphs
         same = {} if forward else dict(zip(made, operation.vjp_same, strict=True))
         holder = {name: same.get(name) or name for name in wanted}
         own = dict.fromkeys(
@@ -87,9 +89,14 @@ class ElementwiseKernel:
                 array if is_parameter(name) else array[_along(program, name, tile)]
                 for name, array in given.items()
             ]
-            results = dict(zip(made, self.tools.graphs.call(key, sliced), strict=True))
+            results = dict(zip(made, graphs.call(key, sliced), strict=True))
             del sliced
-            self.tools.arrays.settle([results[name] for name in own])
+            computed, working_bytes = [results[name] for name in own], graphs.workspace_bytes(key)
+            if working_bytes < BOUNDED_BYTES:  # what MLX allocates ahead does not matter
+                self.tools.arrays.settle(computed)
+            else:
+                self.tools.arrays.evaluate(computed, working_bytes)
+            computed.clear()
             for name in own:
                 self.tools.arrays.put(wholes[name], _along(program, name, tile), results[name])
             del results
