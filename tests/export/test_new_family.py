@@ -15,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from model_types.tiny import tiny
 from oracles import whole_model as reference
+from oracles.whole_model_full import MonolithicFullMeZO
 from support.bundles import runnable, settings
 from support.checkpoints import weights_of, write_folder
+from support.full_weights import EPSILON, method_of
+from support.full_weights import weights_of as full_weights_of
 from support.fusing import fused_model, silent
 from support.generation import dense_logits
 from support.logits import apart, engine_logits, mlx_lm_logits
-from support.models import CLOSE, adapters_of, agree, mebp, model_of, packed_of, rows_of
+from support.models import CLOSE, adapters_of, agree, mebp, model_of, packed_of, row_of, rows_of
 from support.runs import here, train_arguments
 from support.shared import Shared
 from support.source_rules import modules, parsed, relative
@@ -39,6 +43,7 @@ from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, UsageError
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
+from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
@@ -122,6 +127,38 @@ def test_its_logits_gradients_and_losses_are_the_dense_models(
     assert result.record == [1e-2, slopes]
     assert result.loss.loss_sum / result.loss.scored_tokens == pytest.approx(mean, rel=1e-12)
     assert mean == pytest.approx(expected_loss, rel=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gpt2", "phi", "gemma2"])
+def test_all_its_parameters_are_trained_as_by_the_monolithic_algorithm(
+    rng: Rng, seed: int, tmp_path: Path, model_type: str
+) -> None:
+    """Positions, which start again in packed rows, and a bias of the head are parameters too."""
+    folder = written(tmp_path / "hf", model_type)
+    arguments = settings(
+        folder, tmp_path / "b", seq_lens=(16,), trainable="full", storage="float32"
+    )
+    bundle = runnable(export_bundle(arguments).path)
+    bundle = bundle.with_lora(msgspec.structs.replace(bundle.manifest.lora, targets=()))
+    weights = full_weights_of(bundle, tmp_path / "slots", seed)
+    model = model_of(bundle, 16, weights=weights)
+    oracle = MonolithicFullMeZO(bundle, RowNoise(seed, "gaussian"), EPSILON, 1, 0.1)
+    method = method_of(model, weights, tmp_path, 2, weight_decay=0.1)
+    for step in range(2):
+        rows = [row_of(bundle, rng, 9), packed_of(bundle, rng, 16, 5)]
+        loss, slopes = oracle.step(model, rows, step, 1e-2)
+        result = method.step(step, 1e-2, [rows[:1], rows[1:]])
+        assert result.record == [1e-2, slopes]
+        assert result.loss.loss_sum / result.loss.scored_tokens == pytest.approx(loss, rel=1e-12)
+    assert {"gpt2": "model.wpe", "phi": "lm_head.bias"}.get(model_type, "model.norm.weight") in {
+        *oracle.theta
+    }
+    for name, expected in oracle.theta.items():
+        rows_, columns, _ = weights.tensors[weights.owner[name]][name]
+        found = np.empty((rows_, columns), np.float32)
+        weights._fill(name, 0, rows_, found)
+        assert (found == expected).all(), name
 
 
 def test_what_decodes_continues_the_whole(bundle: Bundle, rng: Rng) -> None:
