@@ -24,6 +24,8 @@ from runtime.machine.backend import bounded_run_ahead
 # no warnings about nan and infinity, as in MLX: the loss shows them
 quiet = np.errstate(invalid="ignore", over="ignore")
 
+SCRATCH_VALUES = 1 << 15  # of a product before it is added, which stay in a processor's cache
+
 
 def view(x: mx.array) -> npt.NDArray[np.float32]:
     """The memory of x, evaluated, as a NumPy array."""
@@ -48,6 +50,11 @@ class Arrays(Protocol):
 
     def add_to(self, whole: mx.array, where: Any, part: mx.array) -> None:
         """whole[where] += part, evaluated; `part` may be broadcast."""
+
+    def add_product(
+        self, whole: mx.array, where: Any, x: mx.array, of: Any, factor: mx.array
+    ) -> None:
+        """whole[where] += x[of] * factor, evaluated, for rows of (T, C) and a factor (C,)."""
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         """A contiguous copy of x[where], evaluated."""
@@ -101,6 +108,18 @@ class CpuArrays:
     def add_to(self, whole: mx.array, where: Any, part: mx.array) -> None:
         changed = view(whole)[where]
         np.add(changed, view(part), out=changed)
+
+    @quiet
+    def add_product(
+        self, whole: mx.array, where: Any, x: mx.array, of: Any, factor: mx.array
+    ) -> None:
+        changed, given, factors = view(whole)[where], view(x)[of], view(factor)
+        step = max(1, SCRATCH_VALUES // factors.size)
+        scratch = np.empty((min(step, len(given)), factors.size), np.float32)
+        for start in range(0, len(given), step):
+            rows = given[start : start + step]
+            product = np.multiply(rows, factors, out=scratch[: len(rows)])
+            np.add(changed[start : start + step], product, out=changed[start : start + step])
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         taken = view(x)[where]
@@ -171,6 +190,11 @@ class GpuArrays:
     def add_to(self, whole: mx.array, where: Any, part: mx.array) -> None:
         whole[...] = whole.at[where].add(part)  # in place: a slice that is held would be copied
         self.settle(whole)
+
+    def add_product(
+        self, whole: mx.array, where: Any, x: mx.array, of: Any, factor: mx.array
+    ) -> None:
+        self.add_to(whole, where, x[of] * factor)
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         part = mx.contiguous(x[where])
