@@ -24,6 +24,8 @@ from runtime.machine.backend import bounded_run_ahead
 # no warnings about nan and infinity, as in MLX: the loss shows them
 quiet = np.errstate(invalid="ignore", over="ignore")
 
+SCRATCH_VALUES = 1 << 15  # of a product before it is added, which stay in a processor's cache
+
 
 def view(x: mx.array) -> npt.NDArray[np.float32]:
     """The memory of x, evaluated, as a NumPy array."""
@@ -51,6 +53,11 @@ class Arrays(Protocol):
 
     def add_rows(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
         """whole[rows] += part, evaluated, for distinct rows."""
+
+    def add_product(
+        self, whole: mx.array, where: Any, x: mx.array, of: Any, factor: mx.array
+    ) -> None:
+        """whole[where] += x[of] * factor, evaluated, for rows of (T, C) and a factor (C,)."""
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         """A contiguous copy of x[where], evaluated."""
@@ -117,6 +124,18 @@ class CpuArrays:
     @quiet
     def add_rows(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
         view(whole)[rows] += view(part)
+
+    @quiet
+    def add_product(
+        self, whole: mx.array, where: Any, x: mx.array, of: Any, factor: mx.array
+    ) -> None:
+        changed, given, factors = view(whole)[where], view(x)[of], view(factor)
+        step = max(1, SCRATCH_VALUES // factors.size)
+        scratch = np.empty((min(step, len(given)), factors.size), np.float32)
+        for start in range(0, len(given), step):
+            rows = given[start : start + step]
+            product = np.multiply(rows, factors, out=scratch[: len(rows)])
+            np.add(changed[start : start + step], product, out=changed[start : start + step])
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         taken = view(x)[where]
@@ -213,6 +232,11 @@ class GpuArrays:
     def add_rows(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
         whole[...] = whole.at[mx.array(rows)].add(part)
         self.settle(whole)
+
+    def add_product(
+        self, whole: mx.array, where: Any, x: mx.array, of: Any, factor: mx.array
+    ) -> None:
+        self.add_to(whole, where, x[of] * factor)
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         part = mx.contiguous(x[where])

@@ -12,10 +12,10 @@ from typing import ClassVar
 from runtime.arrays.stored import pages
 from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
 from runtime.operations.cached_attention import slots_of
-from runtime.operations.values import F32, MOST_TILE_TOKENS, Shape, is_parameter, shape_at
+from runtime.operations.values import Shape, is_parameter, shape_at
 
 MOST_WIDTH = 64  # of a filter: each token is multiplied so often
-TILE_VALUES = 1 << 16  # of tokens that are filtered at once, which stay in a processor's cache
+SCRATCH_BYTES = 1 << 17  # of products before they are added
 
 
 class Convolution(Function, frozen=True):
@@ -36,13 +36,14 @@ class Convolution(Function, frozen=True):
         return CachedConvolution(self.inputs, self.outputs, self.width, slots)
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
-        """A tile of tokens, as it is shifted, multiplied and added for each factor."""
+        """The products that wait to be added, and the filters as they are read and by factor."""
         row = call.bytes_of(self.inputs[0]) // call.tokens
-        return (self.width + 2) * row * min(call.tokens, tile_tokens(row // F32))
+        return max(row, min(row * call.tokens, SCRATCH_BYTES)) + 2 * self.width * row
 
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
-        """The same of all tiles, and the array that they are joined in."""
-        return pages((3 * self.width + 2) * call.bytes_of(self.inputs[0]))
+        """Every product and every sum, and the filters."""
+        whole = call.bytes_of(self.inputs[0])
+        return 2 * self.width * (pages(whole) + pages(whole // call.tokens)) + pages(whole)
 
     def check(
         self,
@@ -69,11 +70,6 @@ class Convolution(Function, frozen=True):
         return f"convolution over {self.width} tokens -> Tx{channels}"
 
 
-def tile_tokens(channels: int) -> int:
-    """How many tokens are filtered at once."""
-    return max(1, min(MOST_TILE_TOKENS, TILE_VALUES // channels))
-
-
 class CachedConvolution(Convolution, frozen=True):
     """The same of new tokens, after the last ones in a ring of `slots`; never in a bundle."""
 
@@ -91,4 +87,4 @@ class CachedConvolution(Convolution, frozen=True):
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
         row = call.bytes_of(self.inputs[0]) // call.tokens
-        return 2 * (self.width + 1) * call.tokens * row + (self.width + call.tokens) * row
+        return super().working_bytes(call, execution) + 2 * (self.width + call.tokens) * row

@@ -1,16 +1,16 @@
-"""Causal filters, a tile of tokens at a time, and their backward by hand.
+"""Causal filters, one factor after another, and their backward by hand.
 
 The gradient of x is the same filter in the other direction:
 
     dx_t = sum over j of w[:, width - 1 - j] * dy_(t + j)
 
-A product of two tokens counts only if they are of one row. The filters are frozen. The reference is
+Each of the rows of a sequence is filtered by itself. The filters are frozen. The reference is
 `tests.oracles.whole_model.convolution`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -20,7 +20,7 @@ from runtime.arrays.arrays import Arrays
 from runtime.arrays.values import Gradients, Loras, Values
 from runtime.operations.attention_kernel import Starts, starts_of
 from runtime.operations.cached_attention_kernel import put_in_ring
-from runtime.operations.convolution import CachedConvolution, Convolution, tile_tokens
+from runtime.operations.convolution import CachedConvolution, Convolution
 from runtime.operations.kernel import Run, Tools
 from runtime.operations.values import POSITION, gradient_of
 
@@ -32,69 +32,41 @@ def forward(
 
     starts: where each token's row starts, in a sequence of packed rows.
     """
-    reach = None if starts is None else np.arange(len(starts)) - starts
-
-    def tile(start: int, stop: int) -> mx.array:
-        y = None
-        for back, factor in enumerate(_taps(w)):
-            part = _rows(x, start - back, stop - back) * factor
-            if reach is not None and back:
-                part = part * mx.array((reach[start:stop] >= back)[:, None])
-            y = part if y is None else y + part
-        assert y is not None
-        return y if bias is None else y + bias
-
-    return _tiled(x, tile, arrays)
+    y = mx.zeros(x.shape) if bias is None else mx.zeros(x.shape) + bias
+    arrays.settle(y)
+    factors = _factors(w, arrays)
+    for begin, end in _rows(x, starts):
+        for back, factor in enumerate(factors):
+            if back < end - begin:
+                later, earlier = slice(begin + back, end), slice(begin, end - back)
+                arrays.add_product(y, later, x, earlier, factor)
+    return y
 
 
 def backward(dy: mx.array, w: mx.array, starts: Starts | None, arrays: Arrays) -> mx.array:
     """dx (T, C), evaluated, from dy (T, C)."""
-    tokens = dy.shape[0]
-    reach = np.arange(tokens) - (np.zeros(tokens) if starts is None else starts)
-    reach = np.pad(reach, (0, w.shape[1]))  # no token behind the last one reaches back
-
-    def tile(start: int, stop: int) -> mx.array:
-        dx = None
-        for ahead, factor in enumerate(_taps(w)):
-            part = _rows(dy, start + ahead, stop + ahead) * factor
-            if starts is not None and ahead:
-                part = part * mx.array((reach[start + ahead : stop + ahead] >= ahead)[:, None])
-            dx = part if dx is None else dx + part
-        assert dx is not None
-        return dx
-
-    return _tiled(dy, tile, arrays)
+    dx = mx.zeros(dy.shape)
+    arrays.settle(dx)
+    factors = _factors(w, arrays)
+    for begin, end in _rows(dy, starts):
+        for back, factor in enumerate(factors):
+            if back < end - begin:
+                later, earlier = slice(begin + back, end), slice(begin, end - back)
+                arrays.add_product(dx, earlier, dy, later, factor)
+    return dx
 
 
-def _taps(w: mx.array) -> list[mx.array]:
+def _factors(w: mx.array, arrays: Arrays) -> list[mx.array]:
     """The filters' factors (C,): of the token itself, of the one before, and so on."""
-    return [w[:, at, 0] for at in reversed(range(w.shape[1]))]
+    factors = [mx.contiguous(w[:, at, 0]) for at in reversed(range(w.shape[1]))]
+    arrays.settle(factors)
+    return factors
 
 
-def _rows(x: mx.array, start: int, stop: int) -> mx.array:
-    """Rows start:stop of x (T, C), with zeros where there are none."""
-    tokens = x.shape[0]
-    outside = min(max(-start, 0), stop - start), min(max(stop - tokens, 0), stop - start)
-    inside = x[max(start, 0) : max(min(stop, tokens), 0)]
-    return mx.pad(inside, [outside, (0, 0)]) if any(outside) else inside
-
-
-def _tiled(x: mx.array, tile: Callable[[int, int], mx.array], arrays: Arrays) -> mx.array:
-    """The tiles of tokens, each evaluated before the next, as an array of the shape of x."""
-    tokens, channels = x.shape
-    step = tile_tokens(channels)
-    if tokens <= step:
-        whole = tile(0, tokens)
-        arrays.settle(whole)
-        return whole
-    whole = mx.zeros(x.shape)
-    arrays.settle(whole)
-    for start in range(0, tokens, step):
-        stop = min(tokens, start + step)
-        part = tile(start, stop)
-        arrays.settle(part)
-        arrays.put(whole, slice(start, stop), part)
-    return whole
+def _rows(x: mx.array, starts: Starts | None) -> Iterator[tuple[int, int]]:
+    """The first token of each row, and the one after its last."""
+    begins = [0] if starts is None else np.unique(starts).tolist()
+    return zip(begins, [*begins[1:], x.shape[0]], strict=True)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from support.lora import with_lora
 from support.models import (
     CLOSE,
     FAMILIES,
+    MIXERS,
     adapters_of,
     agree,
     each_family,
@@ -159,7 +160,8 @@ def test_gradients_of_packed_rows_are_those_of_the_rows(
     ("length", "bound"), [(512, CLOSE), pytest.param(1024, 5e-5, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gemma3", *(pytest.param(f, marks=pytest.mark.slow) for f in PLAINER)]
+    "family",
+    ["qwen3", "gemma3", *(pytest.param(f, marks=pytest.mark.slow) for f in (*PLAINER, *MIXERS))],
 )
 def test_positions_need_not_start_again_in_long_sequences(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str, length: int, bound: float
