@@ -72,7 +72,8 @@ class HeapUse:
     Of the whole, `tile_bytes` are the current tile of weights, `chunk_bytes` the head's tile and
     `logits_bytes` the logits of a chunk of the vocabulary. `value_bytes` is the size of the largest
     value that may be mapped outside the heap, and `largest_logits_bytes` that of the largest logits
-    of any block. `backward` is whether the method runs backward.
+    of any block. `backward` is whether the method runs backward. `hole_bytes` are those of tiles
+    that do not fit the holes that others leave, since what lies between these varies in size.
     """
 
     alive_bytes: int
@@ -82,6 +83,7 @@ class HeapUse:
     value_bytes: int
     largest_logits_bytes: int
     backward: bool
+    hole_bytes: int = 0
 
 
 def unused_bytes(heap: Heap, use: HeapUse) -> int:
@@ -97,4 +99,5 @@ def unused_bytes(heap: Heap, use: HeapUse) -> int:
     if use.value_bytes >= LONG_VALUE_BYTES:
         share = heap.share_beside_mapped
     largest = 0 if mapped else use.largest_logits_bytes
-    return int(heap.flat_bytes + share * on_heap + heap.share_of_logits * largest)
+    holes = use.hole_bytes + heap.share_of_logits * largest
+    return int(heap.flat_bytes + share * on_heap + holes)

@@ -464,6 +464,17 @@ class PeakModel:
         return max((head.streamed(self.execution)[0] for head in heads), default=0)
 
     @property
+    def expert_holes(self) -> int:
+        """Bytes of three tiles of experts, 0 without any.
+
+        Each expert has other numbers of tokens, so that the hole of a tile of gate, up or down may
+        be too small for the next expert's.
+        """
+        execution = self.execution
+        tiles = (execution.tile_rows[n] * width for n, width in execution.expert_columns.items())
+        return 3 * F32 * max(tiles, default=0)
+
+    @property
     def mapped_value(self) -> int:
         """Bytes of the largest value that may be mapped outside the heap; 0 if no MLP is sliced.
 
