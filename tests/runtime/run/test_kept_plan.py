@@ -20,7 +20,7 @@ from runtime.machine.backend import arithmetic
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Heap, Machine
 from runtime.plan.plan import FACTS, LEVELS, Plan, Planner
-from runtime.run import budget, start
+from runtime.run import budget, resume, start
 from runtime.run.folder import RunFolder
 from runtime.run.lora import to_resume
 from runtime.run.results import Events, Step
@@ -48,6 +48,7 @@ def on(monkeypatch: pytest.MonkeyPatch, **facts: object) -> None:
     machine: Machine = msgspec.structs.replace(LINUX, **facts)
     monkeypatch.setattr(budget, "this_machine", lambda *asked: machine)
     monkeypatch.setattr(start, "Meter", Unwatched)
+    monkeypatch.setattr(resume, "Meter", Unwatched)
 
 
 def stopping(step: Step, total: int) -> None:
@@ -89,7 +90,7 @@ def resumed(run: Path, given: str | None = None) -> tuple[Plan, str]:
     """The plan that is executed, and what is said."""
     plans: list[Plan] = []
     notes: list[str] = []
-    start.resume(
+    resume.resume(
         run, Events(plan=plans.append, note=notes.append), {"budget": given} if given else {}
     )
     (plan,) = plans
@@ -129,7 +130,7 @@ def test_another_arithmetic_than_that_of_the_save_is_said(
 ) -> None:
     on(monkeypatch)
     here = arithmetic()
-    monkeypatch.setattr(start, "arithmetic", lambda: {**here, "the BLAS": "another"})
+    monkeypatch.setattr(resume, "arithmetic", lambda: {**here, "the BLAS": "another"})
     _, said = resumed(stopped)
     assert f"unbroken run: the BLAS is another, not {here['the BLAS']}" in said
 
@@ -211,7 +212,7 @@ def test_a_process_that_no_plan_fits_is_refused_and_the_run_stays(
     files = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
     on(monkeypatch, process_bytes=BUDGET)
     with pytest.raises(BudgetError, match="the smallest that fits is"):
-        start.resume(stopped, Events(), {})
+        resume.resume(stopped, Events(), {})
     assert {path: path.read_bytes() for path in files} == files
 
 
@@ -244,12 +245,12 @@ def test_no_field_of_a_plan_changes_in_silence(
     before = plan_in(stopped)
     config = load_run(stopped / "config.toml", {})
     config, bundle = to_resume(config, open_checked(config.bundle))
-    monkeypatch.setattr(start, "make_plan", lambda manifest, machine, wanted: before)
+    monkeypatch.setattr(resume, "make_plan", lambda manifest, machine, wanted: before)
     for name in Plan.__struct_fields__:
         replaced(stopped, "plan.json", json.dumps(changed(before, name).to_json()))
         said: list[str] = []
         events = Events(note=said.append)
-        plan = start._plan_again(config, bundle, RunFolder(stopped), events, workers=1)
+        plan = resume._plan_again(config, bundle, RunFolder(stopped), events, workers=1)
         assert plan == before, (name, said)
         assert len(said) == 1 and ("planned anew" in said[0]) != (name in FACTS), (name, said)
 
@@ -337,13 +338,13 @@ def test_a_damaged_plan_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatc
     for what, text in damaged(path.read_text()).items():
         replaced(stopped, "plan.json", text)
         with pytest.raises(BundleError, match=r"plan\.json is damaged: ") as refused:
-            start.resume(stopped, Events(), {})
+            resume.resume(stopped, Events(), {})
         assert refused.value.exit_code == 4, what
         assert len(str(refused.value)) < 1000, what
         assert path.read_text() == text, what
     path.unlink()
     with pytest.raises(BundleError, match=r"plan\.json"):
-        start.resume(stopped, Events(), {})
+        resume.resume(stopped, Events(), {})
     assert adapter(stopped) == before
 
 

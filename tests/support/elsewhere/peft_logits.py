@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 
-def logits(model_path, adapter, tokens, dtype, scale):
+def logits(model_path: str, adapter: str, tokens: str, dtype: str, scale: str) -> np.ndarray:
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
     model.eval()
     embedding = model.get_input_embeddings()
