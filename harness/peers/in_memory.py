@@ -79,10 +79,11 @@ class MemoryWeights:
     def __init__(self, bundle: Bundle, tensors: dict[str, F32]) -> None:
         self.tensors = tensors
         matrices = bundle.manifest.matrices
+        self._shapes = {name: one.shape for name, one in bundle.manifest.vectors.items()}
         self._names = {matrix.packed.offset: name for name, matrix in matrices.items()}
 
     def vector(self, name: str) -> mx.array:
-        return mx.array(self.tensors[name][0])
+        return mx.array(self.tensors[name][0].reshape(self._shapes[name]))
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> FloatTile:
         return FloatTile(mx.array(self.tensors[self._names[matrix.packed.offset]][start:stop]))
@@ -104,7 +105,7 @@ class MemoryWeights:
 def all_weights(bundle: Bundle) -> dict[str, F32]:
     """Every matrix (R, C) and vector (1, N) of a bundle in floating point, as float32."""
     weights, manifest = Weights(bundle), bundle.manifest
-    arrays = {name: np.array(weights.vector(name))[None] for name in manifest.vectors}
+    arrays = {name: np.array(weights.vector(name)).reshape(1, -1) for name in manifest.vectors}
     for name, matrix in manifest.matrices.items():
         tile = weights.tile(matrix, 0, matrix.rows)
         assert isinstance(tile, FloatTile)
