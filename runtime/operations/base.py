@@ -319,6 +319,10 @@ class Operation(
         """
         return pages(self.working_bytes(call, execution))
 
+    def hole_bytes(self, call: Call, execution: Execution) -> int:
+        """Unused bytes of a heap, besides those of any operation, since its arrays vary in size."""
+        return 0
+
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
         """The rows of the factor that a BLAS packs, if there may be more of them than tokens."""
         return 0

@@ -113,6 +113,18 @@ class Experts(Function, frozen=True):
             + 2 * pages(self.working_bytes(call, execution))
         )
 
+    def hole_bytes(self, call: Call, execution: Execution) -> int:
+        """A tile of each matrix, and what an expert's tokens take, in every lane.
+
+        Each expert has other numbers of tokens, so the hole that an array has left may be too small
+        for the next expert's.
+        """
+        gate, up, down = self.of_one(call.tensor, execution.tables.matrices)
+        width = self.width(call.tensor, execution)
+        tiles = sum(width * columns * F32 for columns in (gate.columns, up.columns, down.rows))
+        tokens = self.tokens_at_once(call.tokens, int(call.values[self.inputs[2]][-1]))
+        return tiles + call.lanes * tokens * (2 * gate.columns + down.rows) * F32
+
     def check(
         self,
         where: str,

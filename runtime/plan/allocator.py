@@ -61,7 +61,7 @@ def heap_use(model: PeakModel, alive_bytes: int, index: int) -> HeapUse:
         model.mapped_value,
         model.largest_logits_bytes,
         model.demand.backward,
-        model.expert_holes,
+        model.hole_bytes,
     )
 
 

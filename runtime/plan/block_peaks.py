@@ -463,16 +463,18 @@ class PeakModel:
         heads = (block.head for block in self.lowered.blocks if block.head is not None)
         return max((head.streamed(self.execution)[0] for head in heads), default=0)
 
-    @property
-    def expert_holes(self) -> int:
-        """Bytes of three tiles of experts, 0 without any.
-
-        Each expert has other numbers of tokens, so that the hole of a tile of gate, up or down may
-        be too small for the next expert's.
-        """
-        execution = self.execution
-        tiles = (execution.tile_rows[n] * width for n, width in execution.expert_columns.items())
-        return 3 * F32 * max(tiles, default=0)
+    @cached_property
+    def hole_bytes(self) -> int:
+        """The most unused bytes of a heap that an operation leaves by arrays of many sizes."""
+        lanes, tokens = self.demand.lanes[-1], self.lowered.bucket
+        return max(
+            operation.hole_bytes(
+                Call(False, (), lanes, tokens, layer.program.values, layer.block.tensor),
+                self.execution,
+            )
+            for layer in self.lowered.layers
+            for operation in layer.program.operations
+        )
 
     @property
     def mapped_value(self) -> int:
