@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
-from export.sources import capped
 from export.sources.general import (
     arguments_of,
     model_class,
@@ -249,6 +248,8 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_unflatten
+
+    from export.sources import capped  # loads MLX
 
     make, settings = model_classes(family, where)
     mx.eval(mx.random.state)  # else lazy parameters depend on those of all models before this one

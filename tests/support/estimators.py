@@ -77,7 +77,9 @@ def started(
     manifest = model.bundle.manifest
     config = TrainConfig(**{**vars(config), "batch_size": rows})
     demand = implementation(config.method).demand(config)
-    plan: Any = SimpleNamespace(bucket=model.bucket, lanes=min(lanes, demand.lanes[0]))
+    plan: Any = SimpleNamespace(
+        bucket=model.bucket, lanes=min(lanes, demand.lanes[0]), compute_dtype="float32"
+    )
     begin = Start(
         lambda length: model,
         plan,
