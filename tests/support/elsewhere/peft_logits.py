@@ -12,11 +12,16 @@ import sys
 import numpy as np
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 def logits(model_path: str, adapter: str, tokens: str, dtype: str, scale: str) -> np.ndarray:
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
+    kinds = AutoModelForCausalLM, AutoModelForImageTextToText
+    known = [
+        AutoConfig.from_pretrained(model_path).__class__ in kind._model_mapping for kind in kinds
+    ]
+    kind = kinds[known.index(True)]
+    model = kind.from_pretrained(model_path, dtype=getattr(torch, dtype))
     model.eval()
     embedding = model.get_input_embeddings()
     if scale == "bfloat16" and hasattr(embedding, "embed_scale"):
