@@ -60,8 +60,8 @@ def write_checkpoint(
     if experts := model.bundle.manifest.expert_names:
         raise UsageError(
             f"a checkpoint: {', '.join(experts)} hold experts, which transformers and mlx-lm store "
-            "in other tensors; mlx-lm reads the adapter (ondevice adapter --to mlx), and --to "
-            "bundle writes a fused bundle"
+            "in other tensors; mlx-lm reads the adapter (ondevice adapter --to mlx), and "
+            "--format bundle writes a fused bundle"
         )
     item = numpy_type(dtype).itemsize
     sizes = {name: math.prod(model.shape(name)) * item for name in model.names()}

@@ -166,3 +166,13 @@ def test_a_checkpoint_that_is_there_is_replaced_by_force(
         write(bundle, adapters_of(bundle, rng), tmp_path / "hf", force=True)
     assert (tmp_path / "hf" / "notes.txt").read_text() == "mine"
     assert listing(tmp_path) == ["hf", *(f"hf/{name}" for name in listing(tmp_path / "hf"))]
+
+
+def test_experts_are_not_written_as_a_checkpoint(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
+    bundle = tiny("qwen3-moe")
+    with (
+        fused_model(bundle, adapters_of(bundle, rng)) as model,
+        pytest.raises(UsageError, match=r"hold experts.*--to mlx.*--format bundle"),
+    ):
+        write_checkpoint(model, tmp_path / "m", "float32", ONE_FILE, False, silent)
+    assert not (tmp_path / "m").exists()
