@@ -12,7 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from export.cut.properties import gated_activation
-from export.cut.taps import ExpertsCall, Taps
+from export.cut.tape import ExpertsCall
+from export.cut.taps import Taps
 from runtime.core.errors import BundleError
 from runtime.operations.elementwise import Activation
 

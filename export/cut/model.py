@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from msgspec.structs import replace
 
 from export.cut.graphs import CutGraph, ElementwiseGraph, cut_graph
-from export.cut.taps import (
+from export.cut.tape import (
     AttentionCall,
     Call,
     ConvolutionCall,
@@ -29,14 +29,10 @@ from export.cut.taps import (
     EmbeddingCall,
     ExpertsCall,
     LayerCall,
-    LayerTap,
     LinearCall,
-    Position,
     Tape,
-    Taps,
-    attention_windows,
-    probe_length,
 )
+from export.cut.taps import LayerTap, Position, Taps, attention_windows, probe_length
 from export.cut.trace import trace
 from export.sources.families import build_model
 from runtime.arrays.stored import Block

@@ -1,15 +1,12 @@
-"""Taps: stand-ins for a model's embedding, linear layers, attention, convolutions and layers.
+"""Taps: stand-ins for a model's embedding, linear layers, convolutions and layers.
 
-A tap computes nothing. It records its inputs and returns zeros, so that running the model shows the
-order of its products and the inputs of each. Or it returns given arrays, so that the
-computation between two products can be traced.
+A tap computes nothing. It records its inputs to a tape and returns the tape's next array.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -20,23 +17,18 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from export.sources import capped
+from export.cut.stand_ins import replaced, stand_ins
+from export.cut.tape import (
+    MASK,
+    ConvolutionCall,
+    EmbeddingCall,
+    LayerCall,
+    LinearCall,
+    Tape,
+)
 from runtime.core.errors import BundleError
-from runtime.operations.elementwise import Activation
 
 SHORTEST_PROBE = 13
-# transformers' names of activations -> MLX's; the last three are one function
-_GELUS = {
-    "gelu": nn.gelu,
-    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), nn.gelu_approx),
-}
-
-
-def activations_of(config: dict[str, Any]) -> dict[str, Callable[[mx.array], mx.array]]:
-    """The function that a configuration names in place of either of MLX's two GELUs, by name."""
-    keys = ("hidden_act", "hidden_activation", "activation_function")
-    gelu = _GELUS.get(str(next((config[key] for key in keys if config.get(key)), None)))
-    return {} if gelu is None else dict.fromkeys(("gelu", "gelu_approx"), gelu)
 
 
 def probe_length(model: nn.Module, config: dict[str, Any]) -> int:
@@ -57,97 +49,6 @@ def _integers(value: Any) -> Iterator[int]:
     elif isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _integers(inner)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a tap: the layer's name in the model, its inputs, and the returned array."""
-
-    name: str
-    inputs: tuple[mx.array, ...]
-    output: mx.array
-
-
-class EmbeddingCall(Call):
-    """A look-up of tokens; it has no inputs, since token ids are not activations."""
-
-
-class LayerCall(Call):
-    """A whole transformer layer, named by its index."""
-
-
-@dataclass(frozen=True)
-class LinearCall(Call):
-    """A product with a weight matrix; for the head of a tied model, the embedding's."""
-
-    bias: bool
-
-
-@dataclass(frozen=True)
-class AttentionCall(Call):
-    """Scaled dot-product attention of (q, k, v), whose scores may be capped."""
-
-    scale: float
-    cap: float | None
-
-
-@dataclass(frozen=True)
-class ConvolutionCall(Call):
-    """A causal convolution over tokens, one filter a channel: its parameters by name."""
-
-    parameters: dict[str, tuple[int, ...]]
-
-
-class DeltaCall(Call):
-    """The gated delta rule of (q, k, v, log of the decay, beta)."""
-
-
-@dataclass(frozen=True)
-class ExpertsCall(Call):
-    """Gated MLPs, of which each token takes some: of (x, weights, numbers as floats)."""
-
-    count: int
-    activation: Activation
-
-
-class Tape:
-    """The calls of one run, in order. Taps return `outputs`; without them, zeros or random values.
-
-    drawn: whether they are random.
-    """
-
-    def __init__(self, outputs: Sequence[mx.array] | None = None, drawn: bool = False) -> None:
-        self._drawn = drawn
-        self.calls: list[Call] = []
-        self.masks: list[Any] = []  # of attention, in layers that run as they are
-        self.positions: mx.array | None = None  # (T, D), of learned positions; without it, zeros
-        self.padded: list[tuple[mx.array, mx.array]] = []  # before the first token, and what it was
-        self._outputs = outputs
-        self._batched: dict[int, tuple[mx.array, mx.array]] = {}
-
-    @property
-    def replays(self) -> bool:
-        """Whether the taps return given arrays."""
-        return self._outputs is not None
-
-    def output(self, shape: tuple[int, ...]) -> mx.array:
-        """The array that the next call returns, of this shape."""
-        if self._outputs is not None:
-            return self._outputs[len(self.calls)]
-        key = mx.random.key(len(self.calls))
-        return mx.random.normal(shape, key=key) if self._drawn else mx.zeros(shape)
-
-    def batched(self, x: mx.array) -> mx.array:
-        """x (T, C) as (1, T, C), the same array whenever it is asked for; others as they are."""
-        if x.ndim != 2:
-            return x
-        _, whole = self._batched.setdefault(id(x), (x, x[None]))
-        return whole
-
-    def record(self, call: Call) -> mx.array:
-        """Append a call; returns its output."""
-        self.calls.append(call)
-        return call.output
 
 
 class _Tap:
@@ -342,9 +243,6 @@ class LayerTap:
     __setattr__ = object.__setattr__  # a module's own would make the layer a child
 
 
-MASK = "causal"  # the mask of a layer while it is cut
-
-
 @dataclass(frozen=True)
 class Position:
     """Stands in for a cache of keys and values: the position, and keys and values as they are."""
@@ -368,8 +266,6 @@ class Taps:
         positions: the name of the embedding of learned positions, and its row for the first token.
         cuts: whether the layers have taps, too; without, they run as the model runs them.
 
-    A class of mlx-lm has one of MLX's two GELUs, whichever `config` names: the model runs with that
-    one. So it does with the epsilon of norms, where its class has a number of its own.
     """
 
     def __init__(
@@ -377,9 +273,7 @@ class Taps:
     ) -> None:
         self.model, self.probe, self.cuts = model, probe, cuts
         self.positions: tuple[str, int] | None = None
-        self.activations = activations_of(config)
-        own = hasattr(getattr(model, "args", None), "rms_norm_eps")
-        self.epsilon = None if own else config.get("rms_norm_eps")
+        self.config = config
         self.tape = Tape()
         self.path, owner, key = _longest_list(model)
         self.layers = [LayerTap.of(self, i, layer) for i, layer in enumerate(owner[key])]
@@ -414,111 +308,13 @@ class Taps:
 
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[Tape]:
-        """Record to `tape`, with MLX's attention replaced by a tap, inside the `with` block."""
-
-        def attention(
-            q: mx.array,
-            k: mx.array,
-            v: mx.array,
-            *,
-            scale: float,
-            mask: Any = None,
-            cap: float | None = None,
-            **rest: Any,
-        ) -> mx.array:
-            if given := sorted(name for name, value in rest.items() if value is not None):
-                raise BundleError(
-                    f"attention takes {', '.join(given)} besides q, k, v, scale and mask; such "
-                    "models are not supported"
-                )
-            if not self.cuts:
-                tape.masks.append(mask)
-            elif mask is not MASK:
-                raise BundleError(
-                    "attention is given another mask than its layer; such models are not supported"
-                )
-            output = tape.output((*q.shape[:-1], v.shape[-1]))
-            return tape.record(AttentionCall("attention", (q, k, v), output, float(scale), cap))
-
-        def norm(x: mx.array, weight: mx.array | None, eps: float, **rest: Any) -> mx.array:
-            given = eps if self.epsilon is None else self.epsilon
-            return rms_norm(x, weight, given, **rest)
-
-        rms_norm, mx.fast.rms_norm = mx.fast.rms_norm, norm
-        original = mx.fast.scaled_dot_product_attention, capped.attention
-
-        def delta(
-            q: mx.array,
-            k: mx.array,
-            v: mx.array,
-            a: mx.array,
-            b: mx.array,
-            a_log: mx.array,
-            dt_bias: mx.array,
-            state: mx.array | None = None,
-            mask: mx.array | None = None,
-            *,
-            use_kernel: bool = True,
-            lower_bound: float | None = None,
-            allow_neg_eigval: bool = False,
-        ) -> tuple[mx.array, None]:
-            beta = mx.sigmoid(b) * (2.0 if allow_neg_eigval else 1.0)
-            decay = mx.exp(a_log)
-            if lower_bound is None:
-                decay = -decay * nn.softplus(a + dt_bias)
-            else:
-                decay = lower_bound * mx.sigmoid(decay * (a + dt_bias))
-            if decay.shape != beta.shape or state is not None or mask is not None:
-                raise BundleError(
-                    "the gated delta rule has a decay for each key, a first state or a mask; such "
-                    "models are not supported"
-                )
-            inputs = (q, k, v, decay, beta)
-            return tape.record(DeltaCall("delta", inputs, tape.output(tuple(v.shape)))), None
-
-        pad, concatenate = mx.pad, mx.concatenate
-
-        def padding(x: mx.array, pad_width: Any, *rest: Any, **more: Any) -> mx.array:
-            padded = pad(x, pad_width, *rest, **more)
-            if isinstance(pad_width, list) and [after for _, after in pad_width[1:]] == [0, 0]:
-                tape.padded.append((padded, x))
-            return padded
-
-        def joining(arrays: list[mx.array], axis: int = 0, **more: Any) -> mx.array:
-            joined = concatenate(arrays, axis, **more)
-            if axis == 1 and len(arrays) == 2:
-                tape.padded.append((joined, arrays[1]))
-            return joined
-
-        rules = _modules_with("gated_delta_update")
+        """Record to `tape`, with functions of MLX and mlx-lm replaced, inside the `with` block."""
         previous, self.tape = self.tape, tape
-        mx.fast.scaled_dot_product_attention = capped.attention = attention
-        own = {name: getattr(nn, name) for name in self.activations}
         try:
-            mx.pad, mx.concatenate = padding, joining  # type: ignore[assignment]
-            for module in rules:
-                module.gated_delta_update = delta
-            for name, function in self.activations.items():
-                setattr(nn, name, function)
-            yield tape
+            with replaced(stand_ins(tape, self.model, self.config, self.cuts)):
+                yield tape
         finally:
-            for name, function in own.items():
-                setattr(nn, name, function)
-            mx.fast.rms_norm = rms_norm
-            mx.fast.scaled_dot_product_attention, capped.attention = original
-            mx.pad, mx.concatenate = pad, concatenate
-            for module, rule in rules.items():
-                module.gated_delta_update = rule
             self.tape = previous
-
-
-def _modules_with(name: str) -> dict[Any, Any]:
-    """mlx-lm's modules that have a function of this name, and what it is there."""
-    return {
-        module: getattr(module, name)
-        for path, module in [*sys.modules.items()]
-        if path.startswith("mlx_lm.models.") and hasattr(module, name)
-    }
 
 
 def _has_matrix(module: nn.Module) -> bool:

@@ -14,7 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from export.cut.taps import Tape, Taps
+from export.cut.tape import Tape
+from export.cut.taps import Taps
 from export.cut.trace import trace
 from export.sources.families import build_model, has_list
 from export.sources.general import (

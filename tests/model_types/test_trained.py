@@ -18,7 +18,7 @@ from support.peers import TORCH, interpreter, several_peft_logits
 from support.runs import adapter, here, killed_and_resumed, succeeds, summary_of, train_arguments
 
 from export.bundle import export_bundle
-from export.cut.taps import activations_of
+from export.cut.stand_ins import activations_of
 from export.fused.checkpoint import write_checkpoint
 from export.sources.general import arguments_of
 from export.sources.verified import is_verified, tried_types
