@@ -56,7 +56,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "preset", ["tiny-llama", "tiny-qwen2", pytest.param("tiny-gemma3", marks=pytest.mark.slow)]
+    "preset",
+    [
+        "tiny-qwen2",
+        *(pytest.param(f"tiny-{f}", marks=pytest.mark.slow) for f in ("llama", "gemma3")),
+    ],
 )
 def test_calibration_brings_predictions_nearer(tmp_path: Path, preset: str) -> None:
     """With tied embeddings and without, with biases and without."""

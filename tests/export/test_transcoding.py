@@ -82,7 +82,9 @@ def stored_name(name: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("preset", ["llama", "gemma3", "qwen2"])
+@pytest.mark.parametrize(
+    "preset", ["llama", "gemma3", pytest.param("qwen2", marks=pytest.mark.slow)]
+)
 def test_a_gguf_keeps_its_values(rng: Rng, tmp_path: Path, preset: str) -> None:
     source = source_of(rng, tmp_path, preset)
     bundle = export_bundle(settings(source.path, tmp_path / "bundle"))
@@ -215,6 +217,7 @@ def test_the_space_that_is_asked_for_is_what_the_weights_take(
     export(matrices + vectors)
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_the_real_gguf_keeps_its_values(
     real_gguf: Path, real_bundle: Path, rng: np.random.Generator

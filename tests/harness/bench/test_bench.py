@@ -377,6 +377,7 @@ def test_zo2_ablation(bundles: Path, tmp_path: Path) -> None:
     assert "x1.90  x1.75-x3.49" in text and "NVIDIA A100 80 GB" in text
 
 
+@pytest.mark.slow
 def test_zo2_full(bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All parameters; deferring the update changes no loss, all in memory is rounded apart."""
     for name in zo2_ablation.VARIANTS:  # of which the ablation of adapters tests the others

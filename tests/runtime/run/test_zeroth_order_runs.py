@@ -109,6 +109,7 @@ CASES: dict[str, dict[str, Any]] = {
 SLOW = {"scaled", "zo-act-adam", "momentum"}  # longer forms of what the others cover
 SLOW |= {"hizoo"}  # whose state is saved as Adam's is
 SLOW |= {"one-point"}  # which test_full_runs kills
+SLOW |= {"fzoo", "kzoo"}  # which keep nothing from step to step
 MARKED = [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in CASES]
 
 

@@ -93,6 +93,7 @@ def shortest(category: str, taken: int) -> list[Question]:
     return found[:taken]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 def test_a_model_that_has_learnt_its_answers_gets_all_right(tmp_path: Path) -> None:
     bundle = text_bundle(tmp_path, "", (48,)).path
