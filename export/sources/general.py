@@ -298,7 +298,9 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
             full[next((name for name in names if name in known), names[0])] = value
     if "rope_parameters" in known:  # a class that takes them whole
         scope = {key: value for key, value in scope.items() if key not in _BESIDE_SCALING}
-    full["rope_scaling"] = checked_scaling(scope, full, where)
+    scaling = checked_scaling(scope, full, where)
+    # some classes read the name that transformers had first
+    full["rope_scaling"] = scaling and {**scaling, "type": scaling["rope_type"]}
     if "rope_parameters" in full and nests:
         _nest_positions(full)
     elif "rope_parameters" in full:  # where the class finds the same

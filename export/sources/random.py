@@ -79,6 +79,45 @@ def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _smollm3(hidden: int, inner: int, layers: int, heads: int, kv: int) -> dict[str, Any]:
+    return {
+        "model_type": "smollm3", "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "no_rope_layers": [int(index % 4 != 3) for index in range(layers)],
+        "no_rope_layer_interval": 4, "vocab_size": 128256, "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-6, "rope_theta": 5e6, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
+def _phi(hidden: int, inner: int, layers: int, heads: int, kv: int) -> dict[str, Any]:
+    """Phi 4 within its original 4,096 tokens, where all factors of longrope are 1."""
+    return {
+        "model_type": "phi3", "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "vocab_size": 200064, "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+        "partial_rotary_factor": 0.75, "sliding_window": 262144, "tie_word_embeddings": True,
+        "rope_scaling": {
+            "type": "longrope", "factor": 32.0,
+            "short_factor": [1.0] * 48, "long_factor": [1.0] * 48,
+        },
+    }  # fmt: skip
+
+
+def _granite4(hidden: int, inner: int, layers: int, heads: int, kv: int) -> dict[str, Any]:
+    """Granite 4 without state spaces and experts, whose MLP is the one that experts share."""
+    return {
+        "model_type": "granitemoehybrid", "hidden_size": hidden, "intermediate_size": inner,
+        "shared_intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv,
+        "layer_types": ["attention"] * layers, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "position_embedding_type": "rope", "embedding_multiplier": 12, "logits_scaling": 8,
+        "residual_multiplier": 0.22, "attention_multiplier": 1 / 128, "attention_bias": False,
+        "vocab_size": 100352, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e7, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
 def _experts(count: int, chosen: int, inner: int) -> dict[str, Any]:
     return {
         "num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": inner,
@@ -121,6 +160,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "lfm2-350m": _lfm(1024, 4608, 16, 16, 8, [2, 5, 8, 10, 12, 14]),
     "qwen3.5-0.8b": _qwen35(1024, 3584, 24, 8, 2, (16, 16, 128, 128)),
+    "smollm3-3b": _smollm3(2048, 11008, 36, 16, 4),
+    "phi-4-mini": _phi(3072, 8192, 32, 24, 8),
+    "granite-4.0-1b": _granite4(2048, 4096, 40, 16, 4),
     "opt-1.3b": _opt(2048, 24, 32),
     "opt-2.7b": _opt(2560, 32, 32),
     "opt-6.7b": _opt(4096, 32, 32),

@@ -81,7 +81,15 @@ OF_TYPE: dict[str, Settings] = {
         "position_embedding_type": "rope",
     },
     **{key: {"rope_parameters": OF_IMAGES} for key in ("qwen2_vl_text", "qwen2_5_vl_text")},
-    **{name: {"sliding_window": None} for name in ("mistral", "mixtral", "phi3", "starcoder2")},
+    **{name: {"sliding_window": None} for name in ("mistral", "mixtral", "starcoder2")},
+    # as in Phi-4-mini
+    "phi3": {
+        **{"sliding_window": None, "original_max_position_embeddings": 128},
+        "rope_parameters": {
+            **{**LONG, "factor": 2.0, "original_max_position_embeddings": 128},
+            "partial_rotary_factor": 0.5,
+        },
+    },
     "ministral3": {
         "sliding_window": None,
         "rope_parameters": {**SCALED, "max_position_embeddings": 256},

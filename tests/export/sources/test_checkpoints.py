@@ -481,6 +481,10 @@ def test_random_rows_do_not_depend_on_slices() -> None:
         "gemma3-270m": 268_098_176,
         "gemma3-1b": 999_885_952,
         "gemma3-4b": 3_880_263_168,
+        "smollm3-3b": 3_075_098_624,
+        "phi-4-mini": 3_836_021_760,
+        "granite-4.0-1b": 1_631_750_144,
+        "opt-1.3b": 1_315_758_080,
     }.items(),
 )
 def test_presets_have_the_published_sizes(preset: str, parameters: int) -> None:
