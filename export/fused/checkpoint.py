@@ -19,9 +19,9 @@ import numpy as np
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
 from export.sources.families import build_model, stored_numbers, transformers_config
-from export.sources.general import shifts
+from export.sources.general import model_class, shifts
 from export.sources.safetensors_files import INDEX
-from export.sources.source import refuse_renamed, turned
+from export.sources.source import INSIDE, refuse_renamed, turned
 from export.stored import F32, FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.documents import safetensors_header
@@ -62,6 +62,13 @@ def write_checkpoint(
             f"a checkpoint: {', '.join(experts)} hold experts, which transformers and mlx-lm store "
             "in other tensors; mlx-lm reads the adapter (ondevice adapter --to mlx), and "
             "--format bundle writes a fused bundle"
+        )
+    inside = model.provenance.get(INSIDE)
+    if inside and model_class(model.family) is None:
+        raise UsageError(
+            f"a checkpoint: transformers has no class for {inside} without what sees or hears; "
+            "PEFT adds the adapter to the whole model (ondevice adapter --to peft), and --format "
+            "bundle writes a fused bundle"
         )
     item = numpy_type(dtype).itemsize
     sizes = {name: math.prod(model.shape(name)) * item for name in model.names()}
