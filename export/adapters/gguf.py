@@ -13,6 +13,7 @@ import numpy as np
 from gguf import GGUFType, GGUFWriter, Keys, LlamaFileType
 
 from export.adapters.adapter import Adapter, base_model
+from export.adapters.elsewhere import terms_elsewhere
 from export.sources.gguf_file import is_adapter
 from export.sources.gguf_names import architecture_of, model_rows, tensor_names
 from runtime.adapters.names import A, B
@@ -68,12 +69,13 @@ def _add_tensors(file: GGUFWriter, adapter: Adapter) -> None:
     manifest = adapter.manifest
     arch = architecture_of(manifest.family)
     name_of = tensor_names(arch, len(manifest.layers))
-    for module, (a, b) in adapter.modules.items():
+    for module, term in terms_elsewhere(adapter, "--to gguf").items():
         name = f"{module}.weight"
         stored = name_of(name)
         if stored is None:
             raise UsageError(f"--to gguf: llama.cpp's {arch} has no tensor for {name}")
-        columns = np.ascontiguousarray(b.T)  # (out, r)
+        times = term.a.shape[1] // manifest.lora.rank  # llama.cpp divides alpha by each rank
+        columns = np.ascontiguousarray(term.b.T * np.float32(times))  # (out, r)
         order = model_rows(manifest.family, manifest.config, name, len(columns))
-        file.add_tensor(f"{stored}.{A}", np.ascontiguousarray(a.T))  # (r, in)
+        file.add_tensor(f"{stored}.{A}", np.ascontiguousarray(term.a.T))  # (r, in)
         file.add_tensor(f"{stored}.{B}", columns if order is None else columns[order])

@@ -11,21 +11,18 @@ import numpy as np
 from safetensors.numpy import save
 
 from export.adapters.adapter import Adapter, base_model
+from export.adapters.elsewhere import terms_elsewhere
 from export.adapters.gguf import write_gguf
-from export.sources.families import TEXT_TYPES
-from export.sources.source import refuse_renamed
+from export.sources.families import TEXT_TYPES, build_model
 from export.stored import F32
 from runtime.adapters import mlx_lm, peft
-from runtime.adapters.names import outer_name
+from runtime.adapters.names import A, B, outer_name
 from runtime.core.errors import UsageError
 from runtime.core.files import write_atomic
 from runtime.core.folder_writer import FolderWriter
 from runtime.core.paths import text_path
 
 _INSIDE = "language_model."  # mlx-lm's prefix of the language model in a model with a vision tower
-
-# families whose checkpoints transformers (5.24) turns into modules with other names
-_RENAMED_AS_THEY_LOAD = {"exaone"}
 
 
 def write_adapter(
@@ -44,30 +41,39 @@ def write_adapter(
         UsageError: the output exists, or the format cannot hold this adapter.
         StorageError: it cannot be written.
     """
-    if form == "peft" and adapter.manifest.family in _RENAMED_AS_THEY_LOAD:
-        raise UsageError(
-            f"--to peft: transformers loads the matrices of {adapter.manifest.family} by other "
-            "names, and PEFT would pass over this adapter; mlx-lm reads it (--to mlx), or fuse it "
-            "(ondevice fuse --format hf)"
-        )
-    if form != "mlx":
-        refuse_renamed(adapter.manifest.provenance, f"--to {form}")
     _WRITERS[form](adapter, text_path(output), force, base)
 
 
 def _write_peft(adapter: Adapter, output: Path, force: bool, base: str | None) -> None:
     """Write a folder for `PeftModel.from_pretrained`: PEFT, transformers, vLLM and others."""
-    name, revision = base_model(adapter.manifest.provenance) if base is None else (base, None)
-    every_layer = len(adapter.layers) == len(adapter.manifest.layers)
+    manifest, lora = adapter.manifest, adapter.manifest.lora
+    name, revision = base_model(manifest.provenance) if base is None else (base, None)
+    every_layer = len(adapter.layers) == len(manifest.layers)
+    terms = terms_elsewhere(adapter, "--to peft")
+    named = {module for module, term in terms.items() if term.parameter}
+    if named and lora.dropout:
+        raise UsageError(
+            f"--to peft: PEFT has no dropout ({lora.dropout:g}) of {min(named)} beside experts; "
+            "train without it or without that target, or use --to mlx"
+        )
     config = peft.config_of(
-        adapter.manifest.lora,
-        adapter.paths,
+        lora,
+        terms.keys() - named,
         None if every_layer else adapter.layers,
         name,
         revision,
         adapter.sees,
     )
-    tensors = {peft.stored_name(own, adapter.sees): v.T for own, v in adapter.tensors.items()}
+    ranks = {module: term.a.shape[1] for module, term in terms.items()}
+    config |= peft.patterns_of(lora, ranks) | {
+        "target_parameters": [f"{module}.weight" for module in sorted(named)] or None,
+        "fan_in_fan_out": all(term.transposed for term in terms.values()),
+    }
+    tensors = {
+        peft.stored_name(f"{module}.{part}", adapter.sees): value.T
+        for module, term in terms.items()
+        for part, value in ((A, term.a), (B, term.b))
+    }
     _write_folder(output, force, (peft.WEIGHTS, tensors, "pt"), (peft.CONFIG, config))
 
 
@@ -75,6 +81,14 @@ def _write_mlx(adapter: Adapter, output: Path, force: bool, base: str | None) ->
     """Write a folder for `mlx_lm.load(model, adapter_path=...)`."""
     name = base_model(adapter.manifest.provenance)[0] if base is None else base
     config = mlx_lm.config_of(adapter.manifest.lora, len(adapter.layers), adapter.paths)
+    modules = dict(build_model(adapter.manifest.family, adapter.manifest.config).named_modules())
+    if others := sorted(
+        path for path in adapter.modules if type(modules.get(path)).__name__ != "Linear"
+    ):
+        raise UsageError(
+            f"--to mlx: mlx-lm adapts linear layers alone, and has {others[0]} as something else; "
+            "train without that target (--lora-targets), or use --to peft"
+        )
     inside = adapter.sees or adapter.manifest.family in TEXT_TYPES.values()
     tensors = {
         outer_name(own, _INSIDE) if inside else own: value for own, value in adapter.tensors.items()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +20,10 @@ import numpy as np
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
 from export.sources.families import build_model, stored_numbers, transformers_config
-from export.sources.general import shifts
+from export.sources.general import model_class, shifts
+from export.sources.origins import Origin, origins_in
 from export.sources.safetensors_files import INDEX
-from export.sources.source import refuse_renamed, turned
+from export.sources.source import INSIDE, turned
 from export.stored import F32, FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.documents import safetensors_header
@@ -56,18 +58,24 @@ def write_checkpoint(
         UsageError: there is something at `output` already, or the model has other tensors in
             transformers.
     """
-    refuse_renamed(model.provenance, "a checkpoint")
     if experts := model.bundle.manifest.expert_names:
         raise UsageError(
             f"a checkpoint: {', '.join(experts)} hold experts, which transformers and mlx-lm store "
             "in other tensors; mlx-lm reads the adapter (ondevice adapter --to mlx), and "
             "--format bundle writes a fused bundle"
         )
+    inside = model.provenance.get(INSIDE)
+    if inside and model_class(model.family) is None:
+        raise UsageError(
+            f"a checkpoint: transformers has no class for {inside} without what sees or hears; "
+            "PEFT adds the adapter to the whole model (ondevice adapter --to peft), and --format "
+            "bundle writes a fused bundle"
+        )
     item = numpy_type(dtype).itemsize
-    sizes = {name: math.prod(model.shape(name)) * item for name in model.names()}
+    stored = _stored_tensors(model)
+    sizes = {name: math.prod(tensor.shape) * item for name, tensor in stored.items()}
     tokenizer = model.tokenizer_files()
     config = transformers_config(model.family, model.config, dtype)
-    added = _added_when_read(model)
     if model.digests:
         config[IN_CONFIG] = model.digests
     with FolderWriter(output, force, CONFIG, "checkpoint", _belongs) as writer:
@@ -76,7 +84,8 @@ def write_checkpoint(
         shards = _shards(sizes, shard_bytes)
         files = _file_names(len(shards))
         for name, tensors in zip(files, shards, strict=True):
-            _write_tensors(writer.folder / name, model, tensors, dtype, slices, added)
+            chosen = {tensor: stored[tensor] for tensor in tensors}
+            _write_tensors(writer.folder / name, model, chosen, dtype, slices)
         if len(shards) > 1:
             file_of = {
                 name: file for file, names in zip(files, shards, strict=True) for name in names
@@ -88,6 +97,52 @@ def write_checkpoint(
         _write(writer.folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=False).encode())
         writer.finish()
     return sum(sizes.values())
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a checkpoint: its shape there, and the tensors here that are its rows, in order.
+
+    Each of these has its name, and its first row that is one of this tensor's. `added` is what
+    mlx-lm adds to the values when it reads them.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[Origin, str, int], ...]
+    added: float
+
+    def rows(self, model: FusedCheckpoint, start: int, stop: int) -> F32:
+        """Rows start:stop of it."""
+        found = []
+        for part, own, top in self.parts:
+            if part.transposed:
+                found.append(model.rows(own, top, top + part.rows)[:, start:stop])
+                continue
+            first, last = (min(max(row - part.first, 0), part.rows) for row in (start, stop))
+            if first < last:
+                found.append(model.rows(own, top + first, top + last))
+        rows = found[0] if len(found) == 1 else np.concatenate(found)
+        rows = rows.T if self.parts[0][0].transposed else rows
+        return rows - np.float32(self.added) if self.added else rows
+
+
+def _stored_tensors(model: FusedCheckpoint) -> dict[str, _Stored]:
+    """The tensors of the checkpoint by name, as transformers has them."""
+    origins = origins_in(model.provenance, "a checkpoint")
+    numbers, added = stored_numbers(model.family, model.config), _added_when_read(model)
+    parts: dict[str, list[tuple[Origin, str, int]]] = {}
+    for own in model.names():
+        rows, top = model.shape(own)[0], 0
+        for part in origins.get(own, (Origin(own, 0, rows, rows),)):
+            parts.setdefault(part.name, []).append((part, own, top))
+            top += part.rows
+    found = {}
+    for name, held in parts.items():
+        (part, own, _), *_ = held = sorted(held)
+        shape = (part.height, *turned(model.shape(own))[1:])
+        shape = shape[::-1] if part.transposed else () if own in numbers else shape
+        found[name] = _Stored(shape, tuple(held), added.get(own, 0.0))
+    return found
 
 
 def _belongs(path: Path) -> bool:
@@ -137,30 +192,20 @@ def _added_when_read(model: FusedCheckpoint) -> dict[str, float]:
 def _write_tensors(
     path: Path,
     model: FusedCheckpoint,
-    names: Sequence[str],
+    stored: Mapping[str, _Stored],
     dtype: FloatType,
     slices: Slices,
-    added: Mapping[str, float],
 ) -> None:
-    """Write a safetensors file, a slice of a tensor at a time, without what is `added` later."""
-    numbers = stored_numbers(model.family, model.config)
-    shapes = {name: () if name in numbers else turned(model.shape(name)) for name in names}
-    tensors = {name: (CODES[dtype], shape) for name, shape in shapes.items()}
+    """Write a safetensors file, a slice of a tensor at a time."""
+    tensors = {name: (CODES[dtype], tensor.shape) for name, tensor in stored.items()}
     with storage_errors(path), path.open("wb") as file:
         file.write(safetensors_header(tensors, {"format": "pt"}))  # transformers asks for this word
-        for name in names:
-            read = partial(_shifted_rows, model, name, added.get(name, 0.0))
-            parts = slices.bytes_of(name, model.shape(name), dtype, read)
-            for part in parts:
+        for name, tensor in stored.items():
+            rows = partial(tensor.rows, model)
+            for part in slices.bytes_of(name, tensor.shape or (1,), dtype, rows):
                 file.write(part)
         file.flush()
         flush(file.fileno())
-
-
-def _shifted_rows(model: FusedCheckpoint, name: str, added: float, start: int, stop: int) -> F32:
-    """Rows of a tensor, less what mlx-lm adds when it reads them."""
-    rows = model.rows(name, start, stop)
-    return rows - np.float32(added) if added else rows
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -52,6 +52,11 @@ _KEPT = (
     *("vocab_size", "max_position_embeddings", "pad_token_id"),
     *("hidden_act", "hidden_activation", "activation_function", "rms_norm_eps"),
 )
+# what is of the file, or is kept under another name
+_OTHERWISE = {
+    *("architectures", "dtype", "transformers_version", "rope_parameters", "rope_scaling"),
+    *(*_BASES, *_TURNED),
+}
 # model types that mlx-lm has no class for -> the module with ours
 OWN = {"opt": "export.sources.opt"}
 _NEEDED = inspect.Parameter.empty  # the default of an argument without one
@@ -234,9 +239,12 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
     config |= _others_needed(family, config, full)
     if "n_positions" in full:
         config.setdefault("max_position_embeddings", full["n_positions"])
-    part = (default_settings(str(raw.get("model_type")), family) or {}).get(_TURNED[0])
-    if part is not None and _TURNED[0] in full:  # which is computed even where the class does not
-        config.setdefault(_TURNED[0], full[_TURNED[0]])
+    defaults = default_settings(str(raw.get("model_type")), family) or {}
+    if defaults.get(_TURNED[0]) is not None and _TURNED[0] in full:
+        config.setdefault(_TURNED[0], full[_TURNED[0]])  # computed even where the class does not
+    for key in defaults.keys() - config.keys() - known - _OTHERWISE:  # which transformers reads
+        if key in full and full[key] != defaults[key] and _is_finite(full[key]):
+            config[key] = full[key]
     tied = full.get("tie_word_embeddings")
     config["tie_word_embeddings"] = not has_lm_head if has_lm_head or tied is None else tied
     return {**config, "model_type": family, "num_hidden_layers": layers}

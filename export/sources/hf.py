@@ -17,6 +17,7 @@ from export.sources.families import (
     build_model,
     check_architecture,
     expected_shapes,
+    experts_of,
     has_list,
     normalise_config,
     parameter_shapes,
@@ -24,6 +25,7 @@ from export.sources.families import (
 )
 from export.sources.general import Made, completed, shifts, tensors_made
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
+from export.sources.origins import RENAMED, Origin
 from export.sources.safetensors_files import (
     FLOAT_TYPES,
     AnyTensor,
@@ -36,7 +38,6 @@ from export.sources.safetensors_files import (
 from export.sources.settings import unknown_settings
 from export.sources.source import (
     INSIDE,
-    RENAMED,
     Checkpoint,
     check_tensors,
     first_names,
@@ -124,7 +125,7 @@ class HFCheckpoint(Checkpoint):
         if inside:
             provenance[INSIDE] = text["model_type"]
         if renamed:
-            provenance[RENAMED] = True
+            provenance[RENAMED] = renamed
         if digests := checked(config.pop(IN_CONFIG, []), where):
             provenance["fused"] = {"adapters": digests}
         super().__init__(family, config, provenance, expected)
@@ -218,11 +219,11 @@ def _refuse_others(folder: Path) -> None:
 
 def _language_model(
     files: list[SafetensorsFile], model: Any, where: str
-) -> tuple[dict[str, AnyTensor], list[str], bool]:
+) -> tuple[dict[str, AnyTensor], list[str], dict[str, list[Origin]]]:
     """The language model's tensors, by the names in mlx-lm's `model`, and the names of the others.
 
-    And whether mlx-lm has other tensors than the checkpoint. Raises BundleError where there is
-    none, or two have the same name.
+    And where those are from that have another name in the checkpoint, or are parts of tensors.
+    Raises BundleError where there is none, or two have the same name.
     """
     stored: dict[str, StoredTensor] = {}
     for tensor in (tensor for file in files for tensor in file.tensors.values()):
@@ -234,7 +235,7 @@ def _language_model(
             )
         stored[name] = tensor
     expected = parameter_shapes(model)
-    own = {_inner_name(unwrapped(tensor.name), ()) for tensor in stored.values()}
+    made = {name: [Made(name, 0, tensor.flat().shape[0])] for name, tensor in stored.items()}
     tensors = dict[str, AnyTensor](stored)
     if not stored.keys() >= expected.keys() - {f"{_HEAD}.weight"}:
         made = tensors_made(model, {name: tensor.shape for name, tensor in stored.items()}, where)
@@ -258,7 +259,26 @@ def _language_model(
             f"{example.partition('.0.')[0]}.0; they are {first_names([*others, *tensors])}; save "
             "it with transformers' save_pretrained, as a model for causal language modelling"
         )
-    return tensors, others, not own >= tensors.keys()
+    experts = experts_of(model)
+    made = {name: parts for name, parts in made.items() if name in tensors and name not in experts}
+    return tensors, others, _origins(stored, made)
+
+
+def _origins(
+    stored: Mapping[str, StoredTensor], made: Mapping[str, list[Made]]
+) -> dict[str, list[Origin]]:
+    """Where tensors are from, without those that are a checkpoint's of the same name."""
+    found = {}
+    for name, parts in made.items():
+        origins = []
+        for part in parts:
+            tensor = stored[part.source]
+            height = tensor.shape[1] if part.transposed else tensor.flat().shape[0]
+            inner = _inner_name(unwrapped(tensor.name), ())
+            origins.append(Origin(inner, part.first, part.rows, height, part.transposed))
+        if origins != [Origin(name, 0, origins[0].height, origins[0].height)]:
+            found[name] = origins
+    return found
 
 
 def _joined(tensors: Mapping[str, StoredTensor], parts: list[Made]) -> AnyTensor:

@@ -11,10 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from export.stored import F32, QuantizedForm, QuantizedRows
-from runtime.core.errors import BundleError, UsageError
+from runtime.core.errors import BundleError
 
-# in a provenance: whether mlx-lm has other tensors than the checkpoint, by its `sanitize`
-RENAMED = "renamed"
 # in a provenance: the type of the text model, where it is inside of one that sees or hears
 INSIDE = "text_model_type"
 SLICE_VALUES = 4 << 20  # how many values of a tensor are in memory at a time
@@ -101,15 +99,6 @@ class Checkpoint(ABC):
         if not 0 <= start <= stop <= shape[0]:
             raise ValueError(f"rows {start}:{stop} of {name}, which has {shape[0]}")
         return shape
-
-
-def refuse_renamed(provenance: Mapping[str, Any], what: str) -> None:
-    """Raise UsageError for a model whose tensors are others in transformers than here."""
-    if provenance.get(RENAMED):
-        raise UsageError(
-            f"{what}: {provenance['name']} has other tensors in transformers than in mlx-lm, and "
-            "these are not turned back; mlx-lm reads its adapter (ondevice adapter --to mlx)"
-        )
 
 
 def turned(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,8 +6,9 @@ the transposes of ours. `lora_alpha / r` is our scale, or `lora_alpha / sqrt(r)`
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from runtime.adapters.lora import LoraSettings
@@ -29,6 +30,7 @@ _OTHER_TENSORS = {
     "lora_B.bias": "adapters with a bias",
     "modules_to_save": "whole modules that were trained beside the adapters",
 }
+_LIST = re.compile(r"(?:.*?\.)?([^.]+)\.\d+\..*")  # the name of the list of layers
 _INSIDE = "model.language_model."  # where transformers has the language model of one that also sees
 
 # further settings of a configuration, beside rank, alpha, dropout and rsLoRA, and their meaning:
@@ -101,14 +103,15 @@ def config_of(
 
     Args:
         lora: the settings.
-        modules: the adapted modules, named from their layer on.
+        modules: the adapted linear layers, by their names in transformers' model.
         layers: the numbers of the adapted layers; None if all of them are.
         base_model: the name by which transformers loads the model.
         revision: of the model on the hub, if it is known.
         inside: whether the model also sees: its vision tower has modules of the same names.
     """
-    numbers = None if layers is None else list(layers)
-    targets: str | list[str] = sorted({module.split(".")[-1] for module in modules})
+    found = sorted(modules)
+    numbers = None if layers is None or not found else list(layers)
+    targets: str | list[str] = sorted({module.split(".")[-1] for module in found})
     if inside:  # a pattern, beside which PEFT allows no numbers of layers
         which = r"\d+" if numbers is None else f"(?:{'|'.join(map(str, numbers))})"
         targets = rf"model\.language_model\.layers\.{which}\..*\.(?:{'|'.join(targets)})"
@@ -126,7 +129,7 @@ def config_of(
         "lora_dropout": lora.dropout,
         "target_modules": targets,
         "layers_to_transform": numbers,
-        "layers_pattern": None if numbers is None else "layers",
+        "layers_pattern": None if numbers is None else _LIST.sub(r"\1", found[0]),
         "modules_to_save": None,
         "rank_pattern": {},
         "alpha_pattern": {},
@@ -137,6 +140,16 @@ def config_of(
         "loftq_config": {},
         "layer_replication": None,
     }
+
+
+def patterns_of(lora: LoraSettings, ranks: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """The settings for modules whose adapters have another rank, so that the scale is the same."""
+    others = {name: rank for name, rank in ranks.items() if rank != lora.rank}
+    scaled = {
+        name: lora.scale * (math.sqrt(rank) if lora.rslora else rank)
+        for name, rank in others.items()
+    }
+    return {"rank_pattern": dict(others), "alpha_pattern": scaled}
 
 
 def stated_in(config: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from support.models import Rng, Tiny, adapters_of, each_family, each_with_mixers
 from export.bundle import export_bundle
 from export.fused.checkpoint import write_checkpoint
 from export.sources.open import open_checkpoint
+from export.sources.source import INSIDE
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.methods.adapters import Adapters
@@ -175,4 +176,16 @@ def test_experts_are_not_written_as_a_checkpoint(tiny: Tiny, rng: Rng, tmp_path:
         pytest.raises(UsageError, match=r"hold experts.*--to mlx.*--format bundle"),
     ):
         write_checkpoint(model, tmp_path / "m", "float32", ONE_FILE, False, silent)
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_text_model_that_transformers_has_inside_of_another_alone_is_refused(
+    tiny: Tiny, rng: Rng, tmp_path: Path
+) -> None:
+    """As Muse Glimmer's: there the class would add a tower of its own, with random weights."""
+    bundle = tiny("qwen2")
+    with fused_model(bundle, adapters_of(bundle, rng)) as model:
+        model.family, model.provenance = "muse_glimmer", {INSIDE: "muse_glimmer_text"}
+        with pytest.raises(UsageError, match=r"no class for muse_glimmer_text without.*--to peft"):
+            write_checkpoint(model, tmp_path / "m", "float32", ONE_FILE, False, silent)
     assert not (tmp_path / "m").exists()

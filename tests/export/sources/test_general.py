@@ -15,9 +15,11 @@ from export.sources.families import (
     expected_shapes,
     normalise_config,
     text_config,
+    transformers_config,
 )
-from export.sources.general import Made, normalised, shifts, tensors_made
+from export.sources.general import Made, completed, normalised, shifts, tensors_made
 from export.sources.settings import unknown_settings
+from export.sources.verified import is_verified, tried_types
 from runtime.core.errors import BundleError
 
 SHAPES = {"a": (6, 3), "b": (2, 3), "c": (5,), "d": (2, 3, 4), "e": ()}
@@ -220,3 +222,31 @@ def test_qwen35_is_read_as_its_makers_write_it() -> None:
     irregular = ["full_attention", "linear_attention"] * 2
     with pytest.raises(BundleError, match="irregular"):
         normalise_config({**raw, "text_config": {**text, "layer_types": irregular}}, "x", False)
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        ("internlm3", "phi3", "gpt2", "olmo2"),  # the first has a width of heads of its own
+        pytest.param(tuple(filter(is_verified, tried_types())), marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_the_settings_that_are_written_are_those_of_the_source(types: tuple[str, ...]) -> None:
+    """To transformers: in every key that its class has of the model as it was, and of ours."""
+    for model_type in set(types) - {"muse_glimmer"}:  # no class of the text model alone
+        raw = tiny(model_type)
+        config = normalise_config(raw, model_type, not raw.get("tie_word_embeddings"))
+        written = transformers_config(config["model_type"], config, "float32")
+        before, after = (completed(text_config(one, model_type)) for one in (raw, written))
+        assert before is not None and after is not None
+        unlike = {key for key in before.keys() & after.keys() if before[key] != after[key]}
+        unlike -= {
+            "dtype",
+            "architectures",
+            "model_type",
+            "max_window_layers",
+        }  # there is no window
+        if model_type.startswith("qwen3_5"):
+            unlike.remove("rope_parameters")  # which mlx-lm's class needs a second name of
+        assert not unlike, model_type

@@ -1,0 +1,63 @@
+"""The tensors of transformers of which mlx-lm's are parts, where the two have other ones.
+
+Only a checkpoint's own tensors show them, so that a bundle's provenance keeps them. Those of
+experts, of which there may be thousands, are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from runtime.core.errors import BundleError, UsageError
+
+RENAMED = "renamed"  # in a provenance; True in bundles of earlier versions
+
+
+class Origin(NamedTuple):
+    """Of the `height` rows of the tensor `name` of a checkpoint, `rows` from `first` on.
+
+    With `transposed` the checkpoint has it as (in, out), and its rows are columns there.
+    """
+
+    name: str
+    first: int
+    rows: int
+    height: int
+    transposed: bool = False
+
+
+Origins = Mapping[str, tuple[Origin, ...]]
+
+
+def origins_in(provenance: Mapping[str, Any], what: str) -> Origins:
+    """The origins of a bundle's tensors, by their names here; those of the same name are left out.
+
+    `what` is to be written, for messages.
+
+    Raises:
+        BundleError: the entry is damaged.
+        UsageError: an earlier version has not recorded them, or they are not all in the model.
+    """
+    entry, where = provenance.get(RENAMED, {}), provenance.get("name")
+    if entry is True:
+        raise UsageError(
+            f"{what}: {where} has other tensors in transformers than in mlx-lm, which this bundle "
+            "does not list; export it again"
+        )
+    try:
+        origins = msgspec.convert(entry, dict[str, tuple[Origin, ...]])
+    except msgspec.ValidationError as problem:
+        raise BundleError(f"{where}: its list of tensors is damaged: {problem}") from None
+    parts = [part for parts in origins.values() for part in parts]
+    held: Counter[str] = Counter()
+    for part in parts:
+        held[part.name] += part.rows
+        if part.first < 0 or part.rows < 1 or part.first + part.rows > part.height:
+            raise BundleError(f"{where}: its list of tensors is damaged: {part}")
+    if missing := [part.name for part in parts if held[part.name] != part.height]:
+        raise UsageError(f"{what}: of {where}'s {missing[0]} mlx-lm has not all rows")
+    return origins

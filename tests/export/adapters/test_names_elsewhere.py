@@ -1,0 +1,168 @@
+"""Adapters and fused checkpoints of models whose tensors transformers has otherwise than mlx-lm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from model_types.tiny import tiny as tiny_settings
+from safetensors.numpy import load_file
+from support.adapters import saved_adapter, written
+from support.bundles import Tiny, runnable, settings
+from support.checkpoints import Arrays, weights_of, write_folder
+from support.fusing import fused_model, silent
+from support.models import Rng, adapters_of
+from support.runs import here
+
+from export.adapters.adapter import Adapter
+from export.adapters.elsewhere import terms_elsewhere
+from export.bundle import export_bundle
+from export.fused.checkpoint import write_checkpoint
+from export.sources.families import transformers_config
+from export.sources.origins import RENAMED
+from export.sources.random import PRESETS
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.store import Bundle
+from runtime.core.errors import BundleError, UsageError
+from runtime.methods.adapters import Adapters
+
+SCALE = 2.0  # of the default settings
+
+
+def as_transformers_has_them(family: str, arrays: Arrays) -> Arrays:
+    """GPT-2's matrices are transposed, Granite's gate is above its up in one matrix."""
+    if family == "gpt2":
+        turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+        return {
+            f"transformer.{name.removeprefix('model.')}": np.ascontiguousarray(v.T)
+            if name.endswith(turned)
+            else v
+            for name, v in arrays.items()
+        }
+    found = {}
+    for name, value in arrays.items():
+        inside, _, last = name.partition(".mlp.")
+        if last == "gate_proj.weight":
+            both = value, arrays[name.replace("gate_proj", "up_proj")]
+            found[f"{inside}.shared_mlp.input_linear.weight"] = np.concatenate(both)
+        elif last == "down_proj.weight":
+            found[f"{inside}.shared_mlp.output_linear.weight"] = value
+        elif not last:
+            found[name] = value
+    return found
+
+
+def exported(folder: Path, family: str) -> tuple[Arrays, Bundle]:
+    """A checkpoint's tensors by transformers' names, and a bundle of them in float32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, f"tiny-{family}", tiny_settings(family))
+        config, arrays = weights_of(f"tiny-{family}")
+    config = transformers_config(config["model_type"], config, "float32")
+    theirs = as_transformers_has_them(family, arrays)
+    assert theirs.keys() != arrays.keys()
+    model = write_folder(folder / "model", config, theirs)
+    made = export_bundle(settings(model, folder / "bundle", bits=32, seq_lens=(32,)))
+    return theirs, runnable(made.path)
+
+
+def added_elsewhere(family: str, adapters: Adapters) -> Arrays:
+    """What the adapter adds to each tensor, as transformers has it."""
+    terms = {
+        f"{name.removesuffix('.lora_a')}.weight": SCALE
+        * (np.array(value) @ np.array(adapters.tensors[f"{name[:-1]}b"])).T
+        for name, value in adapters.tensors.items()
+        if name.endswith("lora_a")
+    }
+    return as_transformers_has_them(family, terms)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "granitemoehybrid"])
+def test_what_is_added_is_added_to_the_same_rows(tmp_path: Path, rng: Rng, family: str) -> None:
+    theirs, bundle = exported(tmp_path, family)
+    adapters = saved_adapter(bundle, rng, tmp_path / "ours")
+    added = added_elsewhere(family, adapters)
+    with fused_model(bundle, adapters) as model:
+        write_checkpoint(model, tmp_path / "fused", "float32", 1 << 15, False, silent)
+    fused: Arrays = {}
+    for shard in (tmp_path / "fused").glob("*.safetensors"):
+        fused |= load_file(shard)
+    assert fused.keys() == theirs.keys()
+    for name, value in fused.items():
+        assert np.allclose(value, theirs[name] + added.get(name, 0), atol=1e-5), name
+    out = written(bundle, tmp_path / "ours", "peft", tmp_path / "peft")
+    config: dict[str, Any] = json.loads((out / "adapter_config.json").read_bytes())
+    tensors = load_file(out / "adapter_model.safetensors")
+    assert len(tensors) == 2 * len(added)
+    for name, value in added.items():
+        module = name.removesuffix(".weight")
+        a, b = (tensors[f"base_model.model.{module}.lora_{part}.weight"] for part in "AB")
+        rank = config["rank_pattern"].get(module, config["r"])
+        alpha = config["alpha_pattern"].get(module, config["lora_alpha"])
+        assert rank == len(a) and module.rpartition(".")[2] in config["target_modules"]
+        delta = alpha / rank * b @ a
+        assert np.allclose(delta.T if family == "gpt2" else delta, value, atol=1e-5), name
+    assert config["fan_in_fan_out"] == (family == "gpt2")
+    assert bool(config["rank_pattern"]) == (family == "granitemoehybrid")
+
+
+def with_origins(manifest: Manifest, origins: object) -> Manifest:
+    return msgspec.structs.replace(manifest, provenance={"name": "m", RENAMED: origins})
+
+
+def test_a_part_of_a_fused_matrix_alone_and_a_joined_one(tiny: Tiny, rng: Rng) -> None:
+    bundle = tiny("qwen2")
+    name = "model.layers.0.mlp.{}_proj"
+    rows, width = (bundle.manifest.matrices[name.format(one)].rows for one in ("up", "down"))
+    origins = {
+        f"{name.format('up')}.weight": [["both.weight", rows, rows, 2 * rows, False]],
+        f"{name.format('gate')}.weight": [["both.weight", 0, rows, 2 * rows, False]],
+        f"{name.format('down')}.weight": [
+            ["x.weight", 0, 4, 4],
+            ["y.weight", 0, width - 4, width - 4],
+        ],
+    }
+    adapters = adapters_of(bundle, rng)
+    ours = {key: np.array(value) for key, value in adapters.tensors.items() if "gate" not in key}
+    terms = terms_elsewhere(Adapter(with_origins(adapters.manifest, origins), ours), "--to peft")
+    up, down = (ours[f"{name.format(one)}.lora_b"] for one in ("up", "down"))
+    assert terms["both"].b.shape == (adapters.manifest.lora.rank, 2 * rows)
+    assert not terms["both"].b[:, :rows].any() and np.array_equal(terms["both"].b[:, rows:], up)
+    assert np.array_equal(np.concatenate([terms["x"].b, terms["y"].b], axis=1), down)
+    assert np.array_equal(terms["x"].a, terms["y"].a)
+
+
+@pytest.mark.parametrize(
+    ("origins", "error", "said"),
+    [
+        (True, UsageError, "export it again"),
+        ({"a.weight": [["b.weight", 0, 4, 8, False]]}, UsageError, "mlx-lm has not all rows"),
+        ({"a.weight": [["b.weight", 6, 4, 8, False]]}, BundleError, "damaged"),
+        ({"a.weight": [["b.weight", 0, "4", 8, False]]}, BundleError, "damaged"),
+        ({"a.weight": 1}, BundleError, "damaged"),
+    ],
+)
+def test_what_is_not_known_or_damaged_is_refused(
+    tiny: Tiny, rng: Rng, origins: object, error: type[Exception], said: str
+) -> None:
+    adapters = adapters_of(tiny("qwen2"), rng)
+    ours = {key: np.array(value) for key, value in adapters.tensors.items()}
+    with pytest.raises(error, match=said):
+        terms_elsewhere(Adapter(with_origins(adapters.manifest, origins), ours), "--to peft")
+
+
+def test_routers_are_named_as_parameters(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
+    bundle = tiny("qwen3-moe")
+    saved_adapter(bundle, rng, tmp_path / "ours")
+    out = written(bundle, tmp_path / "ours", "peft", tmp_path / "peft")
+    config = json.loads((out / "adapter_config.json").read_bytes())
+    assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    layers = range(len(bundle.manifest.layers))
+    assert config["target_parameters"] == [f"model.layers.{i}.mlp.gate.weight" for i in layers]
+    saved_adapter(bundle, rng, tmp_path / "drops", dropout=0.1)
+    words = ("adapter", tmp_path / "drops", "--bundle", bundle.path, "--to", "peft")
+    done = here(*words, "-o", tmp_path / "none")
+    assert done.returncode == 2 and "PEFT has no dropout (0.1)" in done.stderr
