@@ -68,8 +68,14 @@ class Call:
     output: mx.array
 
 
+@dataclass(frozen=True)
 class EmbeddingCall(Call):
-    """A look-up of tokens; it has no inputs, since token ids are not activations."""
+    """A look-up of tokens, whose numbers (1, T) it reads.
+
+    of_model: whether the embedding is outside of the layers.
+    """
+
+    of_model: bool
 
 
 class LayerCall(Call):
@@ -124,6 +130,7 @@ class Tape:
         self.padded: list[tuple[mx.array, mx.array]] = []  # before the first token, and what it was
         self._outputs = outputs
         self._batched: dict[int, tuple[mx.array, mx.array]] = {}
+        self._floats: dict[int, tuple[mx.array, mx.array]] = {}
 
     @property
     def replays(self) -> bool:
@@ -143,6 +150,11 @@ class Tape:
             return x
         _, whole = self._batched.setdefault(id(x), (x, x[None]))
         return whole
+
+    def floats(self, ids: mx.array) -> mx.array:
+        """Tokens' numbers as float32, the same array whenever it is asked for."""
+        _, values = self._floats.setdefault(id(ids), (ids, ids.astype(mx.float32)))
+        return values
 
     def record(self, call: Call) -> mx.array:
         """Append a call; returns its output."""
@@ -180,6 +192,7 @@ class _EmbeddingTap(_Tap):
 
     def __init__(self, taps: Taps, name: str, embedding: nn.Embedding) -> None:
         self.taps, self.name = taps, name
+        self.of_model = name in dict(taps.model.named_modules())
         self.rows, self.columns = embedding.weight.shape
         self.first_position: int | None = None  # of an embedding of positions
         self.looked = False
@@ -199,7 +212,8 @@ class _EmbeddingTap(_Tap):
             shape = (*ids.shape, self.columns)
             added = mx.zeros(shape) if tape.positions is None else tape.positions.reshape(shape)
             return added
-        return tape.record(EmbeddingCall(self.name, (), tape.output((*ids.shape, self.columns))))
+        output = tape.output((*ids.shape, self.columns))
+        return tape.record(EmbeddingCall(self.name, (tape.floats(ids),), output, self.of_model))
 
     def as_linear(self, x: mx.array) -> mx.array:
         tape = self.taps.tape
@@ -310,7 +324,9 @@ class LayerTap:
                     raise self.problem(name)
                 self.further[name] = value
         tape = self.taps.tape
-        return tape.record(LayerCall(str(self.index), (x,), tape.output(tuple(x.shape))))
+        columns = getattr(self.layer, "returned_columns", x.shape[-1])
+        output = tape.output((*x.shape[:-1], columns))
+        return tape.record(LayerCall(str(self.index), (x,), output))
 
     def problem(self, name: str) -> BundleError:
         """What to say of an argument without which it computes something else."""

@@ -52,8 +52,8 @@ _KEPT = (
     *("vocab_size", "max_position_embeddings", "pad_token_id"),
     *("hidden_act", "hidden_activation", "activation_function", "rms_norm_eps"),
 )
-# model types that mlx-lm has no class for -> the module with ours
-OWN = {"opt": "export.sources.opt"}
+# model types that mlx-lm has no class for, or one whose layers are given too much -> our module
+OWN = {"opt": "export.sources.opt", "gemma4_text": "export.sources.gemma4"}
 _NEEDED = inspect.Parameter.empty  # the default of an argument without one
 # arguments that classes of mlx-lm need and transformers has no setting for -> what it computes
 _ABSENT = {
@@ -229,7 +229,7 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
         key: value
         for key, value in full.items()
         if key in known or key in _KEPT
-        if (value is not None or "window" in key) and _is_finite(value)
+        if (value is not None or "window" in key or "softcap" in key) and _is_finite(value)
     }
     config |= _others_needed(family, config, full)
     if "n_positions" in full:
@@ -277,6 +277,8 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     known = arguments_of(family)
     if full.get("layer_types"):
         full.pop("full_attn_idxs", None)  # of which transformers has made these
+    if "global_head_dim" in known:
+        full |= _global_heads(full, where)
     nested = full.get("rope_parameters") or {}
     scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, family, where)
     base_alone = {*nested} <= {"rope_theta", "rope_type"} and "rope_theta" in known
@@ -316,6 +318,17 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     if alternates and (types := full.pop("layer_types", None)):
         full["full_attention_interval"] = _interval_of(list(types), where)
     return full
+
+
+def _global_heads(full: dict[str, Any], where: str) -> dict[str, Any]:
+    """The sizes of the heads of layers without a window, which transformers has layer by layer."""
+    whole = [at for at, kind in enumerate(full.get("layer_types") or []) if kind == FULL]
+    own = {int(at): dict(sizes) for at, sizes in (full.pop("per_layer_config", None) or {}).items()}
+    sizes = own.get(whole[0], {}) if whole else {}
+    known = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    if any(own.get(at, {}) != sizes for at in whole) or {*own} - {*whole} or {*sizes} - {*known}:
+        raise BundleError(f"{where}: per_layer_config differs otherwise than by {FULL}: {own}")
+    return {known[name]: size for name, size in sizes.items()}
 
 
 def _nest_positions(full: dict[str, Any]) -> None:

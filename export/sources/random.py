@@ -71,6 +71,22 @@ def _qwen35(
     }  # fmt: skip
 
 
+def _gemma4(
+    hidden: int, inner: int, layers: int, heads: int, kv: int, shared: int
+) -> dict[str, Any]:
+    return {
+        "model_type": "gemma4_text", "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "head_dim": 256, "global_head_dim": 512, "num_kv_shared_layers": shared,
+        "layer_types": (
+            ["sliding_attention"] * 4 + ["full_attention"]
+        ) * (layers // 5), "sliding_window": 512, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+        "vocab_size": 262144, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+        "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
 def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {
         "model_type": "opt", "hidden_size": hidden, "ffn_dim": 4 * hidden,
@@ -121,6 +137,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "lfm2-350m": _lfm(1024, 4608, 16, 16, 8, [2, 5, 8, 10, 12, 14]),
     "qwen3.5-0.8b": _qwen35(1024, 3584, 24, 8, 2, (16, 16, 128, 128)),
+    "gemma4-e2b": _gemma4(1536, 6144, 35, 8, 1, 20),
     "opt-1.3b": _opt(2048, 24, 32),
     "opt-2.7b": _opt(2560, 32, 32),
     "opt-6.7b": _opt(4096, 32, 32),
@@ -146,6 +163,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "full_attention_interval": 2,
         "rms_norm_eps": 1e-3,
+    },
+    # two layers with keys and values of their own, and one of each kind that shares them
+    "tiny-gemma4": {
+        **_gemma4(128, 192, 5, 4, 2, 2),
+        **_TINY,
+        "layer_types": [
+            *("sliding_attention", "full_attention"),
+            *("sliding_attention", "sliding_attention", "full_attention"),
+        ],
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "sliding_window": 16,
+        "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": 320,
     },
     # sliding, global, sliding; windows narrower than the shortest sequences that tests use
     "tiny-gemma3": {

@@ -220,9 +220,12 @@ def _check_block(manifest: Manifest, position: int, block: Block) -> None:
     labels = [operation.label for operation in operations]
     require(any(begins) == first, f"{where}: {labels}")
     require(any(ends) == last, f"{where}: {labels}")
-    stream = (1, T, manifest.hidden_size)
-    for end in (block_type.input, block_type.output):
-        require(not end or values.get(end) == stream, f"{where}: {end!r} is not {stream}")
+    stream = values[block_type.output]
+    require(len(stream) == 3 and stream[:2] == (1, T), f"{where}: it returns {stream}")
+    if position:
+        before = manifest.block_types[manifest.blocks[position - 1].type]
+        taken, given = values.get(block_type.input), before.values[before.output]
+        require(taken == given, f"{where}: it takes {taken}, and is given {given}")
     require(bool(block_type.input) != first, f"{where}: input {block_type.input!r}")
     for name, shape in block_type.parameters.items():
         vector = manifest.vectors.get(block.tensor(name))

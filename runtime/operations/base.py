@@ -202,6 +202,11 @@ class Operation(
         return 0
 
     @property
+    def chosen_by_tokens(self) -> bool:
+        """Whether tokens choose which parts of its matrices are read."""
+        return self.experts > 0
+
+    @property
     def label(self) -> str:
         """Its name in profiles and descriptions."""
         return type(self).__name__.lower()

@@ -9,6 +9,7 @@ from runtime.arrays.stored import pages
 from runtime.operations.base import Call, Execution, Operation, Tables, require
 from runtime.operations.values import F32, Shape, T
 
+MOST_ROWS = 1 << 24  # whose numbers float32 has, every one
 DEQUANTIZED = 8  # arrays as large as the rows: their words, codes and halves on the way to float32
 
 
@@ -16,10 +17,10 @@ class Embedding(Operation, frozen=True):
     """Looks up a row of `matrix` (a full name) for each token; the first block begins with it.
 
     With `positions`, another matrix, it adds row `first_position` + p for the p-th token of a row
-    of text.
+    of text. A second output has the tokens' numbers, (1, T, 1).
     """
 
-    outputs: tuple[str]
+    outputs: tuple[str] | tuple[str, str]
     matrix: str
     positions: str = ""
     first_position: int = 0
@@ -46,9 +47,11 @@ class Embedding(Operation, frozen=True):
         self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
     ) -> None:
         check_vocabulary(where, self.matrix, tables)
-        (name,) = self.outputs
+        name, *numbers = self.outputs
         stream = (1, T, tables.hidden_size)
         require(values[name] == stream, f"{where}: {name} is not {stream}")
+        good = all(values[one] == (1, T, 1) for one in numbers)
+        require(good and tables.vocab_size <= MOST_ROWS, f"{where}: {numbers} are not (1, T, 1)")
         if self.positions:
             self._check_positions(where, tables)
 

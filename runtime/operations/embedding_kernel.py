@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
 
 from runtime.arrays.values import Gradients, Loras, Values, move_of
@@ -33,7 +34,10 @@ class EmbeddingKernel:
                 table = self.tools.stored[operation.positions]
                 rows = rows + self.tools.matrices.rows(table, places, move_of(lora))[None]
             self.tools.profile.settle(rows)
-            values[operation.outputs[0]] = rows
+            name, *numbers = operation.outputs
+            values[name] = rows
+            for other in numbers:
+                values[other] = mx.array(tokens.astype(np.float32).reshape(1, -1, 1))
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
         raise AssertionError("an embedding is not trained")

@@ -15,10 +15,19 @@ from runtime.operations.experts import Experts
 from runtime.operations.gated_delta import GatedDelta
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear
+from runtime.operations.lookup import Lookup
 from runtime.operations.values import Shape
 
 StoredOperation = (
-    Embedding | Linear | Attention | Convolution | GatedDelta | Experts | Elementwise | Head
+    Embedding
+    | Lookup
+    | Linear
+    | Attention
+    | Convolution
+    | GatedDelta
+    | Experts
+    | Elementwise
+    | Head
 )
 """The operations that a bundle may hold; by their tags a manifest is decoded."""
 
