@@ -142,9 +142,9 @@ class _EndsCutter:
     def embedding(self) -> tuple[BlockType, list[ElementwiseGraph]]:
         """The block type of the embedding, and its graphs."""
         block_type, graphs = self._elementwise("embed", "e", "x", 1)
-        read = [name for name in (_NUMBERS,) if name in block_type.values]
-        outputs = ("e", *read)
-        lookup = Embedding(outputs, self.calls[0].name, *(self.taps.positions or ()))
+        lookup = Embedding(("e",), self.calls[0].name, *(self.taps.positions or ()))
+        if _NUMBERS in block_type.values:
+            lookup = replace(lookup, numbers=_NUMBERS)
         return replace(block_type, input="", operations=(lookup, *block_type.operations)), graphs
 
     def head(self) -> tuple[BlockType, list[ElementwiseGraph]]:

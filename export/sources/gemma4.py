@@ -84,9 +84,7 @@ def _key_values(args: ModelArgs, index: int) -> int:
 class Layer(gemma4_text.DecoderLayer):  # type: ignore[misc]
     """mlx-lm's layer, which takes a `Stream` and returns the next."""
 
-    def __init__(
-        self, args: ModelArgs, index: int, embed: Callable[[mx.array], mx.array]
-    ) -> None:
+    def __init__(self, args: ModelArgs, index: int, embed: Callable[[mx.array], mx.array]) -> None:
         super().__init__(args, layer_idx=index)
         self.source = sources(args)[index]
         self.takes, self.returns = streams(args)[index : index + 2]
@@ -121,7 +119,7 @@ class Layer(gemma4_text.DecoderLayer):  # type: ignore[misc]
         """The layer's input besides the hidden state: of the second embedding and the first."""
         if TOKEN not in parts:
             return None
-        tokens = parts[TOKEN].squeeze(-1).astype(mx.int32)
+        tokens = mx.stop_gradient(parts[TOKEN].squeeze(-1).astype(mx.int32))
         table, projection = self.embed_tokens_per_layer, self.per_layer_model_projection
         own, width = self.config.hidden_size_per_layer_input, self.config.hidden_size
         projected = projection(self.embed(tokens) * width**0.5) * width**-0.5
@@ -186,11 +184,12 @@ class Model(gemma4_text.Model):  # type: ignore[misc]
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """The tensors of a checkpoint by the names here, where each layer has its own part."""
-        made, count = {}, self.args.num_hidden_layers
+        made: dict[str, mx.array] = {}
+        count = self.args.num_hidden_layers
         for name, value in super().sanitize(weights).items():
             module, _, last = name.removeprefix("model.").rpartition(".")
             if module in _OF_LAYERS:
-                parts = mx.split(value, count, axis=_OF_LAYERS[module])
+                parts = list(mx.split(value, count, axis=_OF_LAYERS[module]))
             elif module == _NORM:
                 parts = [value] * count
             else:

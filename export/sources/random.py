@@ -192,6 +192,7 @@ _CHUNK_ROWS = 64  # how many rows share a random generator
 _MEAN_DRAW = (2**16 - 1) / 2
 _PER_STD = sqrt(3 / (2**32 - 1))  # of the sum of four draws
 _NORM_STD, _BIAS_STD = 0.05, 0.02
+_NORM_SCALES = ("gemma4_text",)  # whose norm of queries scales the scores of attention
 
 
 class RandomCheckpoint(Checkpoint):
@@ -221,7 +222,10 @@ class RandomCheckpoint(Checkpoint):
                 return noise - np.float32(2)
             if name.endswith(".bias"):
                 return noise * np.float32(_BIAS_STD)
-            return noise * np.float32(_NORM_STD) + np.float32(NORM_NEUTRAL.get(self.family, 1.0))
+            values = noise * np.float32(_NORM_STD) + np.float32(NORM_NEUTRAL.get(self.family, 1.0))
+            if self.family in _NORM_SCALES and name.endswith("q_norm.weight"):
+                values *= np.float32(len(values) ** -0.5)
+            return values
         out = np.empty((stop - start, shape[1]), np.float32)
         for first in range(start - start % _CHUNK_ROWS, stop, _CHUNK_ROWS):
             last = min(first + _CHUNK_ROWS, shape[0])

@@ -143,7 +143,7 @@ class Manifest(Record, frozen=True):
 
     @property
     def widest(self) -> int:
-        """The most columns of an array between two blocks: of hidden states, and what goes along."""
+        """The most columns of an array between blocks: a hidden state, and what goes along."""
         types = self.block_types.values()
         return max(int(of.values[of.output][-1]) for of in types)
 

@@ -17,19 +17,20 @@ class Embedding(Operation, frozen=True):
     """Looks up a row of `matrix` (a full name) for each token; the first block begins with it.
 
     With `positions`, another matrix, it adds row `first_position` + p for the p-th token of a row
-    of text. A second output has the tokens' numbers, (1, T, 1).
+    of text. With `numbers` it has another result of this name, the tokens' numbers (1, T, 1).
     """
 
-    outputs: tuple[str] | tuple[str, str]
+    outputs: tuple[str]
     matrix: str
     positions: str = ""
     first_position: int = 0
+    numbers: str = ""
 
     reversible: ClassVar[bool] = False
 
     @property
     def results(self) -> tuple[str, ...]:
-        return self.outputs
+        return (*self.outputs, self.numbers) if self.numbers else self.outputs
 
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return (self.matrix, self.positions) if self.positions else (self.matrix,)
@@ -47,11 +48,12 @@ class Embedding(Operation, frozen=True):
         self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
     ) -> None:
         check_vocabulary(where, self.matrix, tables)
-        name, *numbers = self.outputs
+        (name,) = self.outputs
         stream = (1, T, tables.hidden_size)
         require(values[name] == stream, f"{where}: {name} is not {stream}")
-        good = all(values[one] == (1, T, 1) for one in numbers)
-        require(good and tables.vocab_size <= MOST_ROWS, f"{where}: {numbers} are not (1, T, 1)")
+        if self.numbers:
+            fits = values[self.numbers] == (1, T, 1) and tables.vocab_size <= MOST_ROWS
+            require(fits, f"{where}: {self.numbers} of {tables.vocab_size} tokens")
         if self.positions:
             self._check_positions(where, tables)
 

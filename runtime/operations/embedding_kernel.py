@@ -34,10 +34,9 @@ class EmbeddingKernel:
                 table = self.tools.stored[operation.positions]
                 rows = rows + self.tools.matrices.rows(table, places, move_of(lora))[None]
             self.tools.profile.settle(rows)
-            name, *numbers = operation.outputs
-            values[name] = rows
-            for other in numbers:
-                values[other] = mx.array(tokens.astype(np.float32).reshape(1, -1, 1))
+            values[operation.outputs[0]] = rows
+            if operation.numbers:
+                values[operation.numbers] = mx.array(tokens.astype(np.float32).reshape(1, -1, 1))
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
         raise AssertionError("an embedding is not trained")

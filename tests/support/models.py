@@ -113,7 +113,7 @@ def mebp(
 ) -> tuple[StepLoss, dict[str, mx.array]]:
     """One step's loss and its gradients by full name; of `loss`, or of the cross entropy."""
     manifest = model.bundle.manifest
-    shape = (1, model.bucket, manifest.hidden_size)
+    shape = (1, model.bucket, manifest.widest)
     scratch = Activations(folder, len(manifest.blocks), len(rows), shape)
     found: dict[str, mx.array] = {}
 
