@@ -474,8 +474,10 @@ class _LayerCutter:
         count = sum(isinstance(operation, Attention) for operation in self.operations)
         keys = [f"attention{count}.{part}" for part in "qkv"]
         q, k, v = self._reach(list(zip(keys, call.inputs, strict=True)))
-        output = f"attention{count}.out"
-        self.operations.append(Attention((q, k, v), (output,), call.scale, self.window, call.cap))
+        output, source = f"attention{count}.out", getattr(self.tap.layer, "source", None)
+        of = "" if source is None else f"{self.taps.path}.{source}"
+        how = (call.scale, self.window, call.cap, of)
+        self.operations.append(Attention((q, k, v), (output,), *how))
         return output
 
     def _add_convolution(self, call: ConvolutionCall) -> str:

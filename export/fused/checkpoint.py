@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from export.fused.model import FusedCheckpoint
+from export.fused.rejoined import Rejoined
 from export.fused.slices import Slices
 from export.sources.families import build_model, stored_numbers, transformers_config
 from export.sources.general import shifts
@@ -64,7 +65,8 @@ def write_checkpoint(
             "--format bundle writes a fused bundle"
         )
     item = numpy_type(dtype).itemsize
-    sizes = {name: math.prod(model.shape(name)) * item for name in model.names()}
+    tensors_of = Rejoined(model)
+    sizes = {name: math.prod(tensors_of.shape(name)) * item for name in tensors_of.names()}
     tokenizer = model.tokenizer_files()
     config = transformers_config(model.family, model.config, dtype)
     added = _added_when_read(model)
@@ -76,7 +78,9 @@ def write_checkpoint(
         shards = _shards(sizes, shard_bytes)
         files = _file_names(len(shards))
         for name, tensors in zip(files, shards, strict=True):
-            _write_tensors(writer.folder / name, model, tensors, dtype, slices, added)
+            numbers = stored_numbers(model.family, model.config) & {*tensors}
+            path = writer.folder / name
+            _write_tensors(path, tensors_of, tensors, dtype, slices, added, numbers)
         if len(shards) > 1:
             file_of = {
                 name: file for file, names in zip(files, shards, strict=True) for name in names
@@ -136,14 +140,17 @@ def _added_when_read(model: FusedCheckpoint) -> dict[str, float]:
 
 def _write_tensors(
     path: Path,
-    model: FusedCheckpoint,
+    model: Rejoined,
     names: Sequence[str],
     dtype: FloatType,
     slices: Slices,
     added: Mapping[str, float],
+    numbers: Container[str],
 ) -> None:
-    """Write a safetensors file, a slice of a tensor at a time, without what is `added` later."""
-    numbers = stored_numbers(model.family, model.config)
+    """Write a safetensors file, a slice of a tensor at a time, without what is `added` later.
+
+    `numbers` are the tensors that a checkpoint has as numbers.
+    """
     shapes = {name: () if name in numbers else turned(model.shape(name)) for name in names}
     tensors = {name: (CODES[dtype], shape) for name, shape in shapes.items()}
     with storage_errors(path), path.open("wb") as file:
@@ -157,7 +164,7 @@ def _write_tensors(
         flush(file.fileno())
 
 
-def _shifted_rows(model: FusedCheckpoint, name: str, added: float, start: int, stop: int) -> F32:
+def _shifted_rows(model: Rejoined, name: str, added: float, start: int, stop: int) -> F32:
     """Rows of a tensor, less what mlx-lm adds when it reads them."""
     rows = model.rows(name, start, stop)
     return rows - np.float32(added) if added else rows

@@ -197,3 +197,17 @@ class Model(gemma4_text.Model):  # type: ignore[misc]
                 continue
             made |= {f"model.layers.{i}.{module}.{last}": part for i, part in enumerate(parts)}
         return made
+
+    def whole(self) -> dict[str, tuple[list[str], int | None]]:
+        """The checkpoint's tensors of which layers have parts: the parts' names, and their axis.
+
+        Where there is no axis, every part is the whole.
+        """
+        if not self.args.hidden_size_per_layer_input:
+            return {}
+        axes: dict[str, int | None] = {**_OF_LAYERS, _NORM: None}
+        layers = [f"model.layers.{index}" for index in range(self.args.num_hidden_layers)]
+        return {
+            f"model.{module}.weight": ([f"{layer}.{module}.weight" for layer in layers], axis)
+            for module, axis in axes.items()
+        }

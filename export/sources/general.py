@@ -442,6 +442,17 @@ def tensors_made(
     return made
 
 
+def whole_tensors(model: Any) -> dict[str, tuple[list[str], int | None]]:
+    """The checkpoint's tensors of which layers of our own class have parts, by name.
+
+    With the parts' names, and the axis along which they are parts; None where each is the whole.
+    """
+    found: dict[str, tuple[list[str], int | None]] = (
+        model.whole() if hasattr(model, "whole") else {}
+    )
+    return found
+
+
 def shifts(model: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, float]:
     """What `sanitize` adds to tensors of one axis, by name: Qwen 3.5's norms, to which it adds 1.
 

@@ -22,7 +22,7 @@ from export.sources.families import (
     parameter_shapes,
     text_config,
 )
-from export.sources.general import Made, completed, shifts, tensors_made
+from export.sources.general import Made, completed, shifts, tensors_made, whole_tensors
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
 from export.sources.safetensors_files import (
     FLOAT_TYPES,
@@ -258,7 +258,9 @@ def _language_model(
             f"{example.partition('.0.')[0]}.0; they are {first_names([*others, *tensors])}; save "
             "it with transformers' save_pretrained, as a model for causal language modelling"
         )
-    return tensors, others, not own >= tensors.keys()
+    whole = whole_tensors(model)
+    joined = {name for names, _ in whole.values() for name in names}
+    return tensors, others, not own >= tensors.keys() - joined
 
 
 def _joined(tensors: Mapping[str, StoredTensor], parts: list[Made]) -> AnyTensor:

@@ -12,7 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from export.sources.families import NORM_NEUTRAL, expected_shapes, normalise_config
+from export.sources.families import (
+    NORM_NEUTRAL,
+    build_model,
+    normalise_config,
+    parameter_shapes,
+)
+from export.sources.general import whole_tensors
 from export.sources.source import Checkpoint
 from export.stored import F32
 from runtime.core.errors import UsageError
@@ -209,11 +215,19 @@ class RandomCheckpoint(Checkpoint):
         config = normalise_config(raw, preset, has_lm_head=untied)
         family = str(config["model_type"])
         provenance = {"kind": "random", "name": preset, "seed": seed}
-        super().__init__(family, config, provenance, expected_shapes(family, config, preset))
+        model = build_model(family, config, preset)
+        super().__init__(family, config, provenance, parameter_shapes(model))
         self._seed = seed
+        self._same = {  # tensors of layers that a checkpoint has once
+            part: name
+            for name, (parts, axis) in whole_tensors(model).items()
+            if axis is None
+            for part in parts
+        }
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         shape = self._check_rows(name, start, stop)
+        name = self._same.get(name, name)
         if len(shape) == 3:  # a filter for each channel, with a gain of about 1
             return self._noise(name, 0, shape)[start:stop] / np.float32(sqrt(prod(shape[1:])))
         if len(shape) == 1:

@@ -267,6 +267,16 @@ class Operation(
         """Shapes of the float32 values that it keeps from one decoding to the next, by name."""
         return {}
 
+    @property
+    def cache_of(self) -> str:
+        """The earlier block whose past keys and values it reads; empty for its own."""
+        return ""
+
+    @property
+    def borrowed(self) -> Mapping[str, str]:
+        """The blocks that own what it reads of a cache and does not keep itself, by name."""
+        return {}
+
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         """Full names of the matrices that it reads."""
         return ()

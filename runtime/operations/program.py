@@ -63,6 +63,15 @@ class Program:
         }
 
     @property
+    def borrowed(self) -> Mapping[str, str]:
+        """The blocks whose cache it reads, by the names that values have in both."""
+        return {
+            name: owner
+            for operation in self.operations
+            for name, owner in operation.borrowed.items()
+        }
+
+    @property
     def rewinds(self) -> bool:
         """Whether a sequence that it decodes may go on from one of its last tokens but the last."""
         return all(operation.rewinds for operation in self.operations)
