@@ -45,9 +45,11 @@ from runtime.operations.experts import Experts
 from runtime.operations.gated_delta import GatedDelta
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear, Product
+from runtime.operations.lookup import Lookup
 from runtime.operations.program import BlockType, StoredOperation
 from runtime.operations.values import Shape, T, is_parameter, shape_at, token_axis
 
+_NUMBERS = "numbers"  # the value with those of the tokens, (1, T, 1)
 _HUGE = 1e9  # a product that any cap of logits cuts off
 
 
@@ -96,7 +98,7 @@ def _cut_model(family: str, config: dict[str, Any]) -> Cut:
     types: dict[str, str] = {}  # the names of layers' block types, by signature
     layers: list[Block] = []
     for index, layer in enumerate(taps.layers):
-        name, hidden = f"layer{len(types)}", ends.shape
+        name, hidden = f"layer{len(types)}", _columns(ends.calls[index + 1].inputs[0])
         block_type, graphs, signature = _LayerCutter(
             taps, layer, windows[index], name, hidden
         ).cut()
@@ -129,7 +131,6 @@ class _EndsCutter:
         self.bias = False  # of the head
         self._check_calls()
         self.parameters = _parameters(taps.model)
-        self.shape: Shape = (1, T, self.calls[1].inputs[0].shape[-1])
         self.factor = 1.0  # of the logits, which the head's graph gives its hidden states
         self.cap: float | None = None  # of the logits after that
         self.passes = self._checked_passes()
@@ -138,6 +139,8 @@ class _EndsCutter:
         """The block type of the embedding, and its graphs."""
         block_type, graphs = self._elementwise("embed", "e", "x", 1)
         lookup = Embedding(("e",), self.calls[0].name, *(self.taps.positions or ()))
+        if _NUMBERS in block_type.values:
+            lookup = replace(lookup, numbers=_NUMBERS)
         return replace(block_type, input="", operations=(lookup, *block_type.operations)), graphs
 
     def head(self) -> tuple[BlockType, list[ElementwiseGraph]]:
@@ -157,15 +160,20 @@ class _EndsCutter:
         self.bias = head.bias
 
     def _replay(
-        self, outputs: Sequence[mx.array], positions: mx.array | None = None
+        self,
+        outputs: Sequence[mx.array],
+        positions: mx.array | None = None,
+        numbers: mx.array | None = None,
     ) -> tuple[list[Call], mx.array]:
         """The calls and the result of the model, whose taps return `outputs`.
 
-        An embedding of positions returns `positions` (T, D).
+        An embedding of positions returns `positions` (T, D). `numbers` (1, T) are the tokens'.
         """
+        if numbers is None:
+            numbers = mx.zeros((1, outputs[0].shape[1]), dtype=mx.int32)
         with self.taps.recording(Tape(outputs)) as tape:
             tape.positions = positions
-            logits = self.taps.model(mx.zeros((1, outputs[0].shape[1]), dtype=mx.int32))
+            logits = self.taps.model(numbers)
         return tape.calls, logits
 
     def _checked_passes(self) -> Sequence[int | None]:
@@ -260,32 +268,41 @@ class _EndsCutter:
         If the call reads `source` itself, there is nothing to compute, and no `target`.
         """
         factor = 1.0 if consumer == 1 else self.factor
+        shape = _columns(self.calls[consumer - 1].output)
         if self.passes[consumer - 1] == consumer - 1 and factor == 1:
-            return BlockType(name, source, source, {source: self.shape}, {}, ()), []
-        values = {source: self.shape, target: self.shape}
+            return BlockType(name, source, source, {source: shape}, {}, ()), []
+        values = {source: shape, target: _columns(self.calls[consumer].inputs[0])}
+        sources = {source: shape} | ({_NUMBERS: (1, T, 1)} if consumer == 1 else {})
 
         def stage(given: Mapping[str, mx.array], position: mx.array | None) -> list[mx.array]:
-            length = _length(given, values)  # the position is that of layers: the ends see none
+            length = _length(given, sources)  # the position is that of layers: the ends see none
             _set_parameters(self.taps.model, given)
-            hidden = given.get(source, mx.zeros(shape_at(self.shape, length)))
+            hidden = given.get(source, mx.zeros(shape_at(shape, length)))
             # Gemma scales its embedding in place, which must not scale what the layers return
-            embedded = hidden if consumer == 1 else mx.zeros(shape_at(self.shape, length))
+            embedded = hidden if consumer == 1 else mx.zeros(shape_at(shape, length))
             layers = [hidden] * (len(self.calls) - 2)
             outputs = [embedded, *layers, mx.zeros((1, length, 1))]
-            result = self._replay(outputs)[0][consumer].inputs[0]
+            numbers = given.get(_NUMBERS, mx.zeros((1, length, 1))).squeeze(-1)
+            result = self._replay(outputs, numbers=numbers)[0][consumer].inputs[0]
             return [result if factor == 1 else result * factor]
 
         part = cut_graph(
             f"{name}.0",
-            {source: self.shape},
+            sources,
             self.parameters,
             [target],
             values,
             stage,
             self.taps.probe,
         )
+        values |= {key: sources[key] for key in part.operation.activations}
         block_type = BlockType(name, source, target, values, part.parameters, (part.operation,))
         return block_type, [part.graph]
+
+
+def _columns(array: mx.array) -> Shape:
+    """The shape of an array between two blocks, (1, T, C)."""
+    return 1, T, int(array.shape[-1])
 
 
 # modules of mlx-lm with other matrices -> what they compute
@@ -369,9 +386,11 @@ class _LayerCutter:
                 output = self._add_delta(call)
             elif isinstance(call, ExpertsCall):
                 output = self._add_experts(call)
+            elif isinstance(call, EmbeddingCall):
+                output = self._add_lookup(call)
             else:
                 raise BundleError(
-                    f"a layer holds an embedding, {call.name}; such models are not supported"
+                    f"a layer holds another layer, {call.name}; such models are not supported"
                 )
             self.values[output] = shape
             self.outputs.append(output)
@@ -421,6 +440,13 @@ class _LayerCutter:
         if not all(mx.allclose(a, b, 1e-5, 1e-5) for a, b in zip(*found, strict=True)):
             raise self.tap.problem(", ".join(self.tap.further))
 
+    def _add_lookup(self, call: EmbeddingCall) -> str:
+        """Add a look-up of the rows of tokens. Returns the output's name."""
+        (numbers,) = self._reach([(f"{call.name}.in", call.inputs[0])])
+        output = f"{call.name}.out"
+        self.operations.append(Lookup((numbers,), (output,), call.name, not call.of_model))
+        return output
+
     def _add_linear(self, call: LinearCall) -> str:
         """Add a product; those of one input are one operation. Returns the output's name."""
         (source,) = self._reach([(f"{call.name}.in", call.inputs[0])])
@@ -429,16 +455,25 @@ class _LayerCutter:
         if isinstance(last, Linear) and last.inputs == (source,):
             self.operations[-1] = replace(last, linears=(*last.linears, product))
         else:
-            self.operations.append(Linear((source,), (product,)))
+            self.operations.append(Linear((source,), (product,), self._is_looked_up(source)))
         return product.output
+
+    def _is_looked_up(self, value: str) -> bool:
+        """Whether a value follows from rows that were looked up, and from nothing else."""
+        made_by = next((one for one in self.operations if value in one.results), None)
+        if made_by is None or isinstance(made_by, Lookup):
+            return made_by is not None
+        return all(map(self._is_looked_up, made_by.activations))
 
     def _add_attention(self, call: AttentionCall) -> str:
         """Add an attention. Returns the output's name."""
         count = sum(isinstance(operation, Attention) for operation in self.operations)
         keys = [f"attention{count}.{part}" for part in "qkv"]
         q, k, v = self._reach(list(zip(keys, call.inputs, strict=True)))
-        output = f"attention{count}.out"
-        self.operations.append(Attention((q, k, v), (output,), call.scale, self.window, call.cap))
+        output, source = f"attention{count}.out", getattr(self.tap.layer, "source", None)
+        of = "" if source is None else f"{self.taps.path}.{source}"
+        how = (call.scale, self.window, call.cap, of)
+        self.operations.append(Attention((q, k, v), (output,), *how))
         return output
 
     def _add_convolution(self, call: ConvolutionCall) -> str:

@@ -27,8 +27,14 @@ class Call:
     output: mx.array
 
 
+@dataclass(frozen=True)
 class EmbeddingCall(Call):
-    """A look-up of tokens; it has no inputs, since token ids are not activations."""
+    """A look-up of tokens, whose numbers (1, T) it reads.
+
+    of_model: whether the embedding is outside of the layers.
+    """
+
+    of_model: bool
 
 
 class LayerCall(Call):
@@ -83,6 +89,7 @@ class Tape:
         self.padded: list[tuple[mx.array, mx.array]] = []  # before the first token, and what it was
         self._outputs = outputs
         self._batched: dict[int, tuple[mx.array, mx.array]] = {}
+        self._floats: dict[int, tuple[mx.array, mx.array]] = {}
 
     @property
     def replays(self) -> bool:
@@ -102,6 +109,11 @@ class Tape:
             return x
         _, whole = self._batched.setdefault(id(x), (x, x[None]))
         return whole
+
+    def floats(self, ids: mx.array) -> mx.array:
+        """Tokens' numbers as float32, the same array whenever it is asked for."""
+        _, values = self._floats.setdefault(id(ids), (ids, ids.astype(mx.float32)))
+        return values
 
     def record(self, call: Call) -> mx.array:
         """Append a call; returns its output."""

@@ -81,6 +81,7 @@ class _EmbeddingTap(_Tap):
 
     def __init__(self, taps: Taps, name: str, embedding: nn.Embedding) -> None:
         self.taps, self.name = taps, name
+        self.of_model = name in dict(taps.model.named_modules())
         self.rows, self.columns = embedding.weight.shape
         self.first_position: int | None = None  # of an embedding of positions
         self.looked = False
@@ -100,7 +101,8 @@ class _EmbeddingTap(_Tap):
             shape = (*ids.shape, self.columns)
             added = mx.zeros(shape) if tape.positions is None else tape.positions.reshape(shape)
             return added
-        return tape.record(EmbeddingCall(self.name, (), tape.output((*ids.shape, self.columns))))
+        output = tape.output((*ids.shape, self.columns))
+        return tape.record(EmbeddingCall(self.name, (tape.floats(ids),), output, self.of_model))
 
     def as_linear(self, x: mx.array) -> mx.array:
         tape = self.taps.tape
@@ -211,7 +213,9 @@ class LayerTap:
                     raise self.problem(name)
                 self.further[name] = value
         tape = self.taps.tape
-        return tape.record(LayerCall(str(self.index), (x,), tape.output(tuple(x.shape))))
+        columns = getattr(self.layer, "returned_columns", x.shape[-1])
+        output = tape.output((*x.shape[:-1], columns))
+        return tape.record(LayerCall(str(self.index), (x,), output))
 
     def problem(self, name: str) -> BundleError:
         """What to say of an argument without which it computes something else."""

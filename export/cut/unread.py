@@ -102,7 +102,8 @@ def _is_neutral(key: str) -> bool:
     """Whether a setting computes nothing, or is the size of a tensor, which its shape confirms."""
     if key in _SIZES or key in neutral_settings() or is_neutral_name(key):
         return True
-    return key.endswith(("_size", "_head_dim")) and not re.search("window|chunk", key)
+    sizes = ("_size", "_head_dim", "_size_per_layer_input")
+    return key.endswith(sizes) and not re.search("window|chunk", key)
 
 
 def _way_out(found: Mapping[str, Any], given: Mapping[str, Any]) -> str:

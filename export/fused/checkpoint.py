@@ -113,7 +113,7 @@ class _Stored:
 
     def rows(self, model: FusedCheckpoint, start: int, stop: int) -> F32:
         """Rows start:stop of it."""
-        found = []
+        found, axis = [], 1 if self.parts[0][0].columns else 0
         for part, own, top in self.parts:
             if part.transposed:
                 found.append(model.rows(own, top, top + part.rows)[:, start:stop])
@@ -121,7 +121,7 @@ class _Stored:
             first, last = (min(max(row - part.first, 0), part.rows) for row in (start, stop))
             if first < last:
                 found.append(model.rows(own, top + first, top + last))
-        rows = found[0] if len(found) == 1 else np.concatenate(found)
+        rows = found[0] if len(found) == 1 else np.concatenate(found, axis)
         rows = rows.T if self.parts[0][0].transposed else rows
         return rows - np.float32(self.added) if self.added else rows
 
@@ -138,8 +138,9 @@ def _stored_tensors(model: FusedCheckpoint) -> dict[str, _Stored]:
             top += part.rows
     found = {}
     for name, held in parts.items():
-        (part, own, _), *_ = held = sorted(held)
-        shape = (part.height, *turned(model.shape(own))[1:])
+        (part, own, _), *_ = held = sorted({each[0]: each for each in held}.values())
+        across = turned(model.shape(own))[1:]
+        shape = (part.height, *(part.columns[2:] if part.columns else across))
         shape = shape[::-1] if part.transposed else () if own in numbers else shape
         found[name] = _Stored(shape, tuple(held), added.get(own, 0.0))
     return found

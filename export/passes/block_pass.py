@@ -32,8 +32,8 @@ from runtime.storage.activations import RowValues
 class RowProducts:
     """Products of one input with one or several matrices, which are about to be computed.
 
-    inputs: (T, C) of each row, to be read at once, since memory is reused. None of experts: each
-    sees some tokens only.
+    inputs: (T, C) of each row, to be read at once, since memory is reused. None where tokens choose
+    parts of the matrices, such as experts: each part sees some tokens only.
     """
 
     names: tuple[str, ...]  # of the matrices
@@ -87,7 +87,8 @@ class RowPass:
                 self._run(index, begin, stop)
                 begin = stop
                 name, *others = instruction.operation.activations
-                yield RowProducts(names, None if others else partial(self._inputs, name))
+                unseen = others or instruction.operation.chosen_by_tokens
+                yield RowProducts(names, None if unseen else partial(self._inputs, name))
             self._run(index, begin, len(lowered.forward))
             for row, model in enumerate(self.models):
                 values = self.values.get(row)

@@ -140,7 +140,7 @@ class ExportEngine:
         demand = Demand(rows=len(rows), hidden_states=len(rows), backward=True, trains=False)
         plan = self._plan(trained, request, demand, VISITED_BYTES)
         session = open_session(trained, plan, RowWeights(manifest, reader))
-        widths = (1, plan.bucket, manifest.hidden_size)
+        widths = (1, plan.bucket, manifest.widest)
         activations = Activations(self.scratch, len(manifest.blocks), len(rows), widths)
 
         def observe(name: str, x: mx.array, dy: mx.array) -> None:

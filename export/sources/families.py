@@ -52,6 +52,13 @@ _OF_THE_SOURCE = (
     *("auto_map", "transformers_version", "rope_traditional"),
 )
 
+# settings of mlx-lm's classes alone, which do not read them where there is a list by layer
+_OF_MLX_LM = {
+    "gemma4_text": (
+        *("global_partial_rotary_factor", "partial_rotary_factor", "sliding_window_pattern"),
+    ),
+}
+
 # the weight with which a norm scales by 1, where it is not 1: Gemma multiplies by 1 + w
 NORM_NEUTRAL = dict.fromkeys(("gemma", "gemma2", "gemma3_text", "nemotron"), 0.0)
 
@@ -214,6 +221,8 @@ def transformers_config(family: str, config: dict[str, Any], dtype: str) -> dict
         for key, value in completed_config(family, config).items()
         if key not in _OF_THE_SOURCE
     }
+    for name in _OF_MLX_LM.get(family, ()):
+        settings.pop(name, None)
     if family == "gemma3_text":
         pattern = settings["sliding_window_pattern"]
         settings["layer_types"] = layer_types(pattern, settings["num_hidden_layers"])

@@ -57,8 +57,8 @@ _OTHERWISE = {
     *("architectures", "dtype", "transformers_version", "rope_parameters", "rope_scaling"),
     *(*_BASES, *_TURNED),
 }
-# model types that mlx-lm has no class for -> the module with ours
-OWN = {"opt": "export.sources.opt"}
+# model types that mlx-lm has no class for, or one whose layers are given too much -> our module
+OWN = {"opt": "export.sources.opt", "gemma4_text": "export.sources.gemma4"}
 _NEEDED = inspect.Parameter.empty  # the default of an argument without one
 # arguments that classes of mlx-lm need and transformers has no setting for -> what it computes
 _ABSENT = {
@@ -234,7 +234,7 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
         key: value
         for key, value in full.items()
         if key in known or key in _KEPT
-        if (value is not None or "window" in key) and _is_finite(value)
+        if (value is not None or "window" in key or "softcap" in key) and _is_finite(value)
     }
     config |= _others_needed(family, config, full)
     if "n_positions" in full:
@@ -285,6 +285,8 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     known = arguments_of(family)
     if full.get("layer_types"):
         full.pop("full_attn_idxs", None)  # of which transformers has made these
+    if "global_head_dim" in known:
+        full |= _of_gemma4(full, where)
     nested = full.get("rope_parameters") or {}
     scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, family, where)
     base_alone = {*nested} <= {"rope_theta", "rope_type"} and "rope_theta" in known
@@ -326,6 +328,18 @@ def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     if alternates and (types := full.pop("layer_types", None)):
         full["full_attention_interval"] = _interval_of(list(types), where)
     return full
+
+
+def _of_gemma4(full: dict[str, Any], where: str) -> dict[str, Any]:
+    """Sizes of heads without a window, which transformers has by layer, and what it has not."""
+    whole = [at for at, kind in enumerate(full.get("layer_types") or []) if kind == FULL]
+    own = {int(at): dict(sizes) for at, sizes in (full.pop("per_layer_config", None) or {}).items()}
+    sizes = own.get(whole[0], {}) if whole else {}
+    known = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    if any(own.get(at, {}) != sizes for at in whole) or {*own} - {*whole} or {*sizes} - {*known}:
+        raise BundleError(f"{where}: per_layer_config differs otherwise than by {FULL}: {own}")
+    without = {"hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp"}
+    return dict.fromkeys(without - full.keys(), 0) | {known[key]: sizes[key] for key in sizes}
 
 
 def _nest_positions(full: dict[str, Any]) -> None:
@@ -372,12 +386,16 @@ def _one_scope(nested: dict[str, Any], family: str, where: str) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Made:
-    """A part of a tensor that mlx-lm makes: rows of a checkpoint's, or all of it transposed."""
+    """A part of a tensor that mlx-lm makes: rows of a checkpoint's, or all of it transposed.
+
+    columns: of these rows, the first column and how many there are; None for all.
+    """
 
     source: str
     first: int
     rows: int
     transposed: bool = False
+    columns: tuple[int, int] | None = None
 
 
 def tensors_made(
@@ -388,8 +406,8 @@ def tensors_made(
     Each is parts of the checkpoint's, one below the other; those of (N, R, C) are N * R rows.
     `sanitize` is run on arrays that hold the numbers of their rows and columns, which take no
     memory; where experts are stacked, the arrays have few columns. Raises BundleError where it does
-    anything else than to rename tensors, to split and to join them by rows, to transpose them, and
-    to leave some out.
+    anything else than to rename tensors, to split them, to join them by rows, to transpose them,
+    and to leave some out.
     """
     import mlx.core as mx
 
@@ -432,6 +450,17 @@ def tensors_made(
         if not made[name]:
             raise BundleError(f"{where}: mlx-lm rearranges {name}, which is not supported")
     return made
+
+
+def whole_tensors(model: Any) -> dict[str, tuple[list[str], int | None]]:
+    """The checkpoint's tensors of which layers of our own class have parts, by name.
+
+    With the parts' names, and the axis along which they are parts; None where each is the whole.
+    """
+    found: dict[str, tuple[list[str], int | None]] = (
+        model.whole() if hasattr(model, "whole") else {}
+    )
+    return found
 
 
 def shifts(model: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, float]:
@@ -478,14 +507,18 @@ def _parts_of(
     width, sources = rows.shape[-1], [*starts]
     owners = np.searchsorted([*starts.values()], numbers, side="right") - 1
     breaks = np.flatnonzero((np.diff(numbers) != 1) | (np.diff(owners) != 0)) + 1
-    if len(breaks) >= _MOST_PARTS or not (across.reshape(-1, width) == np.arange(width)).all():
+    left = int(across[0])
+    if len(breaks) >= _MOST_PARTS or not (across.reshape(-1, width) - left == range(width)).all():
         return []
     parts = []
     for first, last in pairwise([0, *breaks.tolist(), len(numbers)]):
         source = sources[owners[first]]
-        if len(shapes[source]) not in (2, 3) or shapes[source][-1] != width:
+        shape = shapes[source]
+        chosen = None if shape[-1] == width else (left, width)
+        if len(shape) not in (2, 3) or (chosen and len(shape) != 2) or (left and not chosen):
             return []
-        parts.append(Made(source, int(numbers[first]) - starts[source], last - first))
+        rows_of = int(numbers[first]) - starts[source], last - first
+        parts.append(Made(source, *rows_of, columns=chosen))
     return parts
 
 

@@ -275,7 +275,8 @@ def _origins(
             tensor = stored[part.source]
             height = tensor.shape[1] if part.transposed else tensor.flat().shape[0]
             inner = _inner_name(unwrapped(tensor.name), ())
-            origins.append(Origin(inner, part.first, part.rows, height, part.transposed))
+            columns = None if part.columns is None else (*part.columns, tensor.shape[-1])
+            origins.append(Origin(inner, part.first, part.rows, height, part.transposed, columns))
         if origins != [Origin(name, 0, origins[0].height, origins[0].height)]:
             found[name] = origins
     return found
@@ -287,11 +288,15 @@ def _joined(tensors: Mapping[str, StoredTensor], parts: list[Made]) -> AnyTensor
     tensor = tensors[first.source]
     if first.transposed:
         return tensor.transposed()
-    if not others and (not tensor.shape or first.rows == tensor.flat().shape[0]):
+    whole = not tensor.shape or first.rows == tensor.flat().shape[0]
+    if not others and whole and first.columns is None:
         return tensor
-    return JoinedTensor(
-        tuple(tensors[part.source].flat().part(part.first, part.rows) for part in parts)
-    )
+    return JoinedTensor(tuple(_part(tensors[part.source], part) for part in parts))
+
+
+def _part(tensor: StoredTensor, part: Made) -> StoredTensor:
+    rows = tensor.flat().part(part.first, part.rows)
+    return rows if part.columns is None else rows.across(*part.columns)
 
 
 def _with_split_experts(

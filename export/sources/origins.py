@@ -20,7 +20,8 @@ RENAMED = "renamed"  # in a provenance; True in bundles of earlier versions
 class Origin(NamedTuple):
     """Of the `height` rows of the tensor `name` of a checkpoint, `rows` from `first` on.
 
-    With `transposed` the checkpoint has it as (in, out), and its rows are columns there.
+    With `transposed` the checkpoint has it as (in, out), and its rows are columns there. `columns`
+    are the first one, how many there are, and how many the checkpoint's has; None for all.
     """
 
     name: str
@@ -28,6 +29,12 @@ class Origin(NamedTuple):
     rows: int
     height: int
     transposed: bool = False
+    columns: tuple[int, int, int] | None = None
+
+    @property
+    def across(self) -> tuple[int, int, int]:
+        """The columns, where all are one."""
+        return self.columns or (0, 1, 1)
 
 
 Origins = Mapping[str, tuple[Origin, ...]]
@@ -54,10 +61,14 @@ def origins_in(provenance: Mapping[str, Any], what: str) -> Origins:
         raise BundleError(f"{where}: its list of tensors is damaged: {problem}") from None
     parts = [part for parts in origins.values() for part in parts]
     held: Counter[str] = Counter()
-    for part in parts:
-        held[part.name] += part.rows
-        if part.first < 0 or part.rows < 1 or part.first + part.rows > part.height:
+    for part in {*parts}:  # each once: layers may have the same tensor
+        held[part.name] += part.rows * part.across[1]
+        if not (_is_within(part.first, part.rows, part.height) and _is_within(*part.across)):
             raise BundleError(f"{where}: its list of tensors is damaged: {part}")
-    if missing := [part.name for part in parts if held[part.name] != part.height]:
+    if missing := [part.name for part in parts if held[part.name] != part.height * part.across[2]]:
         raise UsageError(f"{what}: of {where}'s {missing[0]} mlx-lm has not all rows")
     return origins
+
+
+def _is_within(first: int, count: int, whole: int) -> bool:
+    return first >= 0 and count >= 1 and first + count <= whole

@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from export.sources.families import NORM_NEUTRAL, expected_shapes, normalise_config
+from export.sources.families import (
+    NORM_NEUTRAL,
+    build_model,
+    normalise_config,
+    parameter_shapes,
+)
+from export.sources.general import whole_tensors
+from export.sources.origins import RENAMED, Origin
 from export.sources.source import Checkpoint
 from export.stored import F32
 from runtime.core.errors import UsageError
@@ -68,6 +75,22 @@ def _qwen35(
         "rope_parameters": {
             "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
         },
+    }  # fmt: skip
+
+
+def _gemma4(
+    hidden: int, inner: int, layers: int, heads: int, kv: int, shared: int
+) -> dict[str, Any]:
+    return {
+        "model_type": "gemma4_text", "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "head_dim": 256, "global_head_dim": 512, "num_kv_shared_layers": shared,
+        "layer_types": (
+            ["sliding_attention"] * 4 + ["full_attention"]
+        ) * (layers // 5), "sliding_window": 512, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+        "vocab_size": 262144, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+        "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
     }  # fmt: skip
 
 
@@ -163,6 +186,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smollm3-3b": _smollm3(2048, 11008, 36, 16, 4),
     "phi-4-mini": _phi(3072, 8192, 32, 24, 8),
     "granite-4.0-1b": _granite4(2048, 4096, 40, 16, 4),
+    "gemma4-e2b": _gemma4(1536, 6144, 35, 8, 1, 20),
     "opt-1.3b": _opt(2048, 24, 32),
     "opt-2.7b": _opt(2560, 32, 32),
     "opt-6.7b": _opt(4096, 32, 32),
@@ -189,6 +213,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "full_attention_interval": 2,
         "rms_norm_eps": 1e-3,
     },
+    # two layers with keys and values of their own, and one of each kind that shares them
+    "tiny-gemma4": {
+        **_gemma4(128, 192, 5, 4, 2, 2),
+        **_TINY,
+        "layer_types": [
+            *("sliding_attention", "full_attention"),
+            *("sliding_attention", "sliding_attention", "full_attention"),
+        ],
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "sliding_window": 16,
+        "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": 320,
+    },
     # sliding, global, sliding; windows narrower than the shortest sequences that tests use
     "tiny-gemma3": {
         **_gemma(128, 192, 3, 4, 2, 16),
@@ -203,6 +241,7 @@ _CHUNK_ROWS = 64  # how many rows share a random generator
 _MEAN_DRAW = (2**16 - 1) / 2
 _PER_STD = sqrt(3 / (2**32 - 1))  # of the sum of four draws
 _NORM_STD, _BIAS_STD = 0.05, 0.02
+_NORM_SCALES = ("gemma4_text",)  # whose norm of queries scales the scores of attention
 
 
 class RandomCheckpoint(Checkpoint):
@@ -218,12 +257,28 @@ class RandomCheckpoint(Checkpoint):
         untied = raw.get("tie_word_embeddings") is False
         config = normalise_config(raw, preset, has_lm_head=untied)
         family = str(config["model_type"])
-        provenance = {"kind": "random", "name": preset, "seed": seed}
-        super().__init__(family, config, provenance, expected_shapes(family, config, preset))
+        provenance: dict[str, Any] = {"kind": "random", "name": preset, "seed": seed}
+        model = build_model(family, config, preset)
+        super().__init__(family, config, provenance, parameter_shapes(model))
         self._seed = seed
+        self._same: dict[str, str] = {}  # tensors of layers that a checkpoint has once
+        for name, (parts, axis) in whole_tensors(model).items():
+            self._same |= dict.fromkeys(parts if axis is None else (), name)
+            provenance.setdefault(RENAMED, {}).update(self._origins(name, parts, axis))
+
+    def _origins(self, name: str, parts: list[str], axis: int | None) -> dict[str, list[Origin]]:
+        """Which part of the tensor that transformers has each of these is."""
+        (height, *across), count = self.shape(parts[0]), len(parts)
+        origins = []
+        for at in range(count):
+            first, whole = (at * height, count * height) if axis == 0 else (0, height)
+            columns = (at * across[0], across[0], count * across[0]) if axis else None
+            origins.append(Origin(name, first, height, whole, columns=columns))
+        return {part: [origin] for part, origin in zip(parts, origins, strict=True)}
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         shape = self._check_rows(name, start, stop)
+        name = self._same.get(name, name)
         if len(shape) == 3:  # a filter for each channel, with a gain of about 1
             return self._noise(name, 0, shape)[start:stop] / np.float32(sqrt(prod(shape[1:])))
         if len(shape) == 1:
@@ -232,7 +287,10 @@ class RandomCheckpoint(Checkpoint):
                 return noise - np.float32(2)
             if name.endswith(".bias"):
                 return noise * np.float32(_BIAS_STD)
-            return noise * np.float32(_NORM_STD) + np.float32(NORM_NEUTRAL.get(self.family, 1.0))
+            values = noise * np.float32(_NORM_STD) + np.float32(NORM_NEUTRAL.get(self.family, 1.0))
+            if self.family in _NORM_SCALES and name.endswith("q_norm.weight"):
+                values *= np.float32(len(values) ** -0.5)
+            return values
         out = np.empty((stop - start, shape[1]), np.float32)
         for first in range(start - start % _CHUNK_ROWS, stop, _CHUNK_ROWS):
             last = min(first + _CHUNK_ROWS, shape[0])

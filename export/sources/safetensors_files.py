@@ -32,8 +32,9 @@ _READ_AS = {"F32": np.float32, "F16": np.float16, "BF16": np.float32, "U32": np.
 class StoredTensor:
     """A tensor of a file: its name there, safetensors' name of its type, its shape (of a number 1).
 
-    Or some of its rows, from `first` on, or all of it, transposed; and what mlx-lm adds to its
-    values. With `inner`, the file has matrices of so many rows each, one below the other.
+    Or some of its rows, from `first` on, and of these the columns from `column` on; or all of it,
+    transposed; and what mlx-lm adds to its values. With `inner`, the file has matrices of so many
+    rows each, one below the other.
     """
 
     name: str
@@ -44,6 +45,7 @@ class StoredTensor:
     is_transposed: bool = False
     shift: float = 0.0  # is added to all values
     inner: int = 0
+    column: int = 0
 
     def transposed(self) -> StoredTensor:
         """The whole tensor, transposed."""
@@ -60,6 +62,10 @@ class StoredTensor:
         """So many rows of it, from `first` on."""
         return replace(self, shape=(rows, *self.shape[1:]), first=self.first + first)
 
+    def across(self, column: int, columns: int) -> StoredTensor:
+        """So many columns of a matrix, from `column` on."""
+        return replace(self, shape=(self.shape[0], columns), column=self.column + column)
+
     def rows(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Rows start:stop of a tensor of F32, F16, BF16 or U32, as a fresh array.
 
@@ -74,6 +80,8 @@ class StoredTensor:
             rows = np.ascontiguousarray(view[:, start:stop].T)
         elif self.inner:
             rows = self._rows_of_stacked(view, top, end)
+        elif len(self.shape) == 2:
+            rows = view[top:end, self.column : self.column + self.shape[1]]
         elif view.get_shape():
             rows = view[top:end]
         else:  # a number is a vector of one

@@ -145,7 +145,7 @@ def _method(
         adapters,
         scratch,
         len(manifest.blocks),
-        manifest.hidden_size,
+        manifest.widest,
         session.weights,
     )
     running = method(config.method).start(config, begin)

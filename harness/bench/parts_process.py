@@ -45,7 +45,7 @@ def parts(config: TrainConfig, scratch: Path) -> dict[str, Any]:
         adapters,
         scratch,
         len(manifest.blocks),
-        manifest.hidden_size,
+        manifest.widest,
         session.weights,
     )
     running = method(config.method).start(config, begin)

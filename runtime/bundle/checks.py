@@ -13,7 +13,7 @@ from runtime.arrays.stored import ALIGNMENT, FLOAT_BITS, ITEM_BYTES, Block, Exte
 from runtime.bundle.manifest import Manifest
 from runtime.core.errors import BundleError
 from runtime.core.stripes import MAX_SLICES
-from runtime.operations.base import require
+from runtime.operations.base import Operation, require
 from runtime.operations.program import BlockType
 from runtime.operations.values import T, is_parameter
 
@@ -220,9 +220,12 @@ def _check_block(manifest: Manifest, position: int, block: Block) -> None:
     labels = [operation.label for operation in operations]
     require(any(begins) == first, f"{where}: {labels}")
     require(any(ends) == last, f"{where}: {labels}")
-    stream = (1, T, manifest.hidden_size)
-    for end in (block_type.input, block_type.output):
-        require(not end or values.get(end) == stream, f"{where}: {end!r} is not {stream}")
+    stream = values[block_type.output]
+    require(len(stream) == 3 and stream[:2] == (1, T), f"{where}: it returns {stream}")
+    if position:
+        before = manifest.block_types[manifest.blocks[position - 1].type]
+        taken, given = values.get(block_type.input), before.values[before.output]
+        require(taken == given, f"{where}: it takes {taken}, and is given {given}")
     require(bool(block_type.input) != first, f"{where}: input {block_type.input!r}")
     for name, shape in block_type.parameters.items():
         vector = manifest.vectors.get(block.tensor(name))
@@ -232,3 +235,19 @@ def _check_block(manifest: Manifest, position: int, block: Block) -> None:
             (name,) = operation.activations
             require(name == block_type.output, f"{where}: the head reads {name}")
         operation.check_weights(where, values, manifest.tables, block.tensor)
+        if operation.cache_of:
+            _check_lender(manifest, position, operation, where)
+
+
+def _check_lender(manifest: Manifest, position: int, operation: Operation, where: str) -> None:
+    """Check that an earlier layer has keys and values of its own under the same names."""
+    values = manifest.block_types[manifest.blocks[position].type].values
+    lender = next((b for b in manifest.blocks[1:position] if b.name == operation.cache_of), None)
+    lent: dict[str, tuple[int, ...]] = {}
+    if lender is not None:
+        of = manifest.block_types[lender.type]
+        for other in of.operations:
+            lent |= {} if other.cache_of else other.decoding(MAX_DIM).cached(of.values)
+    own = msgspec.structs.replace(operation, cache_of="")
+    shared = own.decoding(MAX_DIM).cached(values)
+    require(shared.items() <= lent.items(), f"{where}: {operation.cache_of!r} has no such keys")

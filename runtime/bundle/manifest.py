@@ -142,6 +142,12 @@ class Manifest(Record, frozen=True):
         )
 
     @property
+    def widest(self) -> int:
+        """The most columns of an array between blocks: a hidden state, and what goes along."""
+        types = self.block_types.values()
+        return max(int(of.values[of.output][-1]) for of in types)
+
+    @property
     def parameters(self) -> int:
         """How many values the model has."""
         matrices = sum(matrix.rows * matrix.columns for matrix in self.matrices.values())
@@ -287,7 +293,7 @@ def dense_range(manifest: Manifest, block: Block) -> tuple[int, int]:
     chosen = [
         manifest.matrices[name].packed.offset
         for operation in manifest.block_types[block.type].operations
-        if operation.experts
+        if operation.chosen_by_tokens
         for name in operation.matrices(block.tensor)
     ]
     return start, min([stop, *chosen])

@@ -208,6 +208,10 @@ class Model:
             for layer in self.lowered.layers
         }
         mx.eval(cache)
+        blocks = {block.name: block for block in cache}
+        for layer in self.lowered.layers:
+            for name, owner in layer.program.borrowed.items():
+                cache[layer.block][name] = cache[blocks[owner]][name]
         return cache
 
     def logits(self, h: mx.array) -> npt.NDArray[np.float32]:

@@ -133,7 +133,7 @@ class Start:
     adapters: Adapters
     scratch: Path
     block_count: int
-    hidden_size: int
+    widest: int  # columns of an activation checkpoint
     weights: WeightSource
     rows: NumberedRows | None = None
     fresh: bool = True
@@ -143,7 +143,7 @@ class Start:
     @property
     def activation_shape(self) -> tuple[int, int, int]:
         """The shape of the largest activation checkpoint: (1, T, D)."""
-        return 1, self.plan.bucket, self.hidden_size
+        return 1, self.plan.bucket, self.widest
 
 
 class Implementation(Protocol):

@@ -27,7 +27,8 @@ class Attention(Function, frozen=True):
     """softmax(q k^T scale) v for q (1, H, T, D) and k, v (1, K, T, D), H a multiple of K.
 
     A token attends to itself and to earlier tokens of its row; with `window`, to the last `window`
-    of these. With `cap` the scores are cap tanh(q k^T scale / cap).
+    of these. With `cap` the scores are cap tanh(q k^T scale / cap). k and v are those of the
+    attention of this name in the block `cache_of`, if one is named.
     """
 
     inputs: tuple[str, str, str]
@@ -35,6 +36,7 @@ class Attention(Function, frozen=True):
     scale: float
     window: int | None = None
     cap: float | None = None
+    cache_of: str = ""
 
     @property
     def prefix(self) -> str:
@@ -58,9 +60,13 @@ class Attention(Function, frozen=True):
         return (f"{self.outputs[0]}.lse",)
 
     def decoding(self, context: int) -> Operation:
-        """`CachedAttention`: to the past tokens too."""
-        slots = slots_of(context, self.window)
-        return CachedAttention(self.inputs, self.outputs, self.scale, self.window, slots, self.cap)
+        """`CachedAttention`: to the past tokens too.
+
+        A window has a ring of its own: the other block's has gone on to later chunks by then.
+        """
+        slots, given = slots_of(context, self.window), (self.inputs, self.outputs, self.scale)
+        shared = self.cache_of if self.window is None else ""
+        return CachedAttention(*given, self.window, slots, self.cap, shared)
 
     def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
         return frozenset((*self.inputs, *self.outputs, *self.statistics))

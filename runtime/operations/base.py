@@ -202,6 +202,11 @@ class Operation(
         return 0
 
     @property
+    def chosen_by_tokens(self) -> bool:
+        """Whether tokens choose which parts of its matrices are read."""
+        return self.experts > 0
+
+    @property
     def label(self) -> str:
         """Its name in profiles and descriptions."""
         return type(self).__name__.lower()
@@ -260,6 +265,16 @@ class Operation(
 
     def cached(self, values: Mapping[str, Shape]) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the float32 values that it keeps from one decoding to the next, by name."""
+        return {}
+
+    @property
+    def cache_of(self) -> str:
+        """The earlier block whose past keys and values it reads; empty for its own."""
+        return ""
+
+    @property
+    def borrowed(self) -> Mapping[str, str]:
+        """The blocks that own what it reads of a cache and does not keep itself, by name."""
         return {}
 
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:

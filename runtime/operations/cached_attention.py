@@ -56,7 +56,8 @@ class CachedAttention(Function, frozen=True):
     """softmax(q k^T scale) v for new q (1, H, T, D), and k, v of new and of past tokens.
 
     Never in a bundle. For `cap` see `Attention`. `slots` are those of the cache: (1, K, slots, D)
-    for keys and for values.
+    for keys and for values. That of the block `cache_of`, if one is named, holds the new k and v
+    already.
     """
 
     inputs: tuple[str, str, str]
@@ -65,6 +66,7 @@ class CachedAttention(Function, frozen=True):
     window: int | None
     slots: int
     cap: float | None = None
+    cache_of: str = ""
 
     @property
     def prefix(self) -> str:
@@ -78,10 +80,16 @@ class CachedAttention(Function, frozen=True):
 
     def cached(self, values: Mapping[str, Shape]) -> Mapping[str, tuple[int, ...]]:
         _, *sources = self.inputs
+        if self.cache_of:
+            return {}
         return {
             name: shape_at(values[source], self.slots)
             for name, source in zip(self.cache, sources, strict=True)
         }
+
+    @property
+    def borrowed(self) -> Mapping[str, str]:
+        return dict.fromkeys(self.cache, self.cache_of) if self.cache_of else {}
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """The scores of all slots, their mask and probabilities, the queries, and copied keys."""

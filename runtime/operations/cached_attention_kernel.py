@@ -127,7 +127,8 @@ class CachedAttentionKernel:
             keys, past = (values[name] for name in operation.cache)
             position = int(values[POSITION].item())  # type: ignore[arg-type]
             ring = Ring(keys, past, self.tools.arrays)
-            ring.write(k, v, position)
+            if not operation.cache_of:
+                ring.write(k, v, position)
             prefix = Prefix.of(own.get(operation.prefix), k.shape[1], self.tools.arrays)
             scale, window = operation.scale, operation.window
             out = ring.attend(q, position, scale, window, prefix, operation.cap)

@@ -9,6 +9,7 @@ from runtime.arrays.stored import pages
 from runtime.operations.base import Call, Execution, Operation, Tables, require
 from runtime.operations.values import F32, Shape, T
 
+MOST_ROWS = 1 << 24  # whose numbers float32 has, every one
 DEQUANTIZED = 8  # arrays as large as the rows: their words, codes and halves on the way to float32
 
 
@@ -16,19 +17,20 @@ class Embedding(Operation, frozen=True):
     """Looks up a row of `matrix` (a full name) for each token; the first block begins with it.
 
     With `positions`, another matrix, it adds row `first_position` + p for the p-th token of a row
-    of text.
+    of text. With `numbers` it has another result of this name, the tokens' numbers (1, T, 1).
     """
 
     outputs: tuple[str]
     matrix: str
     positions: str = ""
     first_position: int = 0
+    numbers: str = ""
 
     reversible: ClassVar[bool] = False
 
     @property
     def results(self) -> tuple[str, ...]:
-        return self.outputs
+        return (*self.outputs, self.numbers) if self.numbers else self.outputs
 
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return (self.matrix, self.positions) if self.positions else (self.matrix,)
@@ -49,6 +51,9 @@ class Embedding(Operation, frozen=True):
         (name,) = self.outputs
         stream = (1, T, tables.hidden_size)
         require(values[name] == stream, f"{where}: {name} is not {stream}")
+        if self.numbers:
+            fits = values[self.numbers] == (1, T, 1) and tables.vocab_size <= MOST_ROWS
+            require(fits, f"{where}: {self.numbers} of {tables.vocab_size} tokens")
         if self.positions:
             self._check_positions(where, tables)
 

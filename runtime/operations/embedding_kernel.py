@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
 
 from runtime.arrays.values import Gradients, Loras, Values, move_of
@@ -34,6 +35,8 @@ class EmbeddingKernel:
                 rows = rows + self.tools.matrices.rows(table, places, move_of(lora))[None]
             self.tools.profile.settle(rows)
             values[operation.outputs[0]] = rows
+            if operation.numbers:
+                values[operation.numbers] = mx.array(tokens.astype(np.float32).reshape(1, -1, 1))
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
         raise AssertionError("an embedding is not trained")

@@ -24,6 +24,8 @@ from runtime.operations.gated_kernel import GatedKernel
 from runtime.operations.kernel import Kernel, Tools
 from runtime.operations.linear import Linear
 from runtime.operations.linear_kernel import LinearKernel
+from runtime.operations.lookup import Lookup
+from runtime.operations.lookup_kernel import LookupKernel
 from runtime.operations.placed import Placed
 from runtime.operations.placed_kernel import PlacedKernel
 from runtime.operations.sliced_mlp import SlicedMlp
@@ -31,6 +33,7 @@ from runtime.operations.sliced_mlp_kernel import SlicedMlpKernel
 
 KERNELS: dict[type[Operation], Callable[[Tools], Kernel]] = {
     Embedding: EmbeddingKernel,
+    Lookup: LookupKernel,
     Linear: LinearKernel,
     Attention: AttentionKernel,
     Convolution: ConvolutionKernel,

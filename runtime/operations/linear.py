@@ -25,10 +25,14 @@ class Product(Record, frozen=True):
 
 
 class Linear(Operation, frozen=True):
-    """y = x W^T (+ b) (+ LoRA) for one or several matrices W that read the same x (1, T, C)."""
+    """y = x W^T (+ b) (+ LoRA) for one or several matrices W that read the same x (1, T, C).
+
+    `frozen` matrices have no LoRA: nothing that is trained comes before them.
+    """
 
     inputs: tuple[str]
     linears: tuple[Product, ...]
+    frozen: bool = False
 
     runs_once_per_tile: ClassVar[bool] = True
 
@@ -46,7 +50,7 @@ class Linear(Operation, frozen=True):
 
     @property
     def adaptable(self) -> tuple[str, ...]:
-        return tuple(linear.name for linear in self.linears)
+        return () if self.frozen else tuple(linear.name for linear in self.linears)
 
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return tuple(tensor(linear.name) for linear in self.linears)

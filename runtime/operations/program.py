@@ -15,10 +15,19 @@ from runtime.operations.experts import Experts
 from runtime.operations.gated_delta import GatedDelta
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear
+from runtime.operations.lookup import Lookup
 from runtime.operations.values import Shape
 
 StoredOperation = (
-    Embedding | Linear | Attention | Convolution | GatedDelta | Experts | Elementwise | Head
+    Embedding
+    | Lookup
+    | Linear
+    | Attention
+    | Convolution
+    | GatedDelta
+    | Experts
+    | Elementwise
+    | Head
 )
 """The operations that a bundle may hold; by their tags a manifest is decoded."""
 
@@ -51,6 +60,15 @@ class Program:
             name: shape
             for operation in self.operations
             for name, shape in operation.cached(self.values).items()
+        }
+
+    @property
+    def borrowed(self) -> Mapping[str, str]:
+        """The blocks whose cache it reads, by the names that values have in both."""
+        return {
+            name: owner
+            for operation in self.operations
+            for name, owner in operation.borrowed.items()
         }
 
     @property

@@ -558,7 +558,7 @@ def _scratch_bytes(manifest: Manifest, request: Request, demand: Demand, model: 
     Where all weights are trained, the slots that hold them count as well.
     """
     slots = len(manifest.blocks) if demand.slots is None else demand.slots
-    row_bytes = request.bucket * manifest.hidden_size * F32
+    row_bytes = request.bucket * manifest.widest * F32
     trained = model.all_adapter_bytes if demand.trains else 0
     copies = 1 + demand.moments + demand.stores_gradients
     if demand.trains_weights:  # two slots for each block

@@ -47,7 +47,7 @@ def needs_gradient(program: Program, adapted: frozenset[str], input_wanted: bool
     """The values whose gradients lead to an adapter (or, if wanted, to the block's input)."""
     needy = {program.input} if input_wanted else set()
     for operation in program.operations:
-        if any(name in needy for name in operation.activations):
+        if operation.reversible and any(name in needy for name in operation.activations):
             needy |= set(operation.results)
         needy |= set(operation.learned_results(adapted))
     return frozenset(needy)
@@ -92,11 +92,13 @@ def _forward(operation: Operation) -> _Use:
 
 def _reverse(program: Program, adapted: frozenset[str], input_wanted: bool) -> list[_Reverse]:
     needy = needs_gradient(program, adapted, input_wanted)
+    reached = {program.output}  # by gradients
     reverse = []
     for operation in reversed(program.operations):
-        if not operation.reversible or not set(operation.results) & needy:
+        if not operation.reversible or not set(operation.results) & needy & reached:
             continue
         wanted = tuple(name for name in operation.gradients if name in needy)
+        reached.update(wanted)
         if wanted or operation.learns(adapted):
             reverse.append(_Reverse(operation, wanted, operation.read_by_backward(adapted)))
     return reverse

@@ -116,7 +116,7 @@ def _method(
         adapters,
         folder.path,
         len(manifest.blocks),
-        manifest.hidden_size,
+        manifest.widest,
         session.weights,
         rows,
         fresh,

@@ -80,7 +80,9 @@ class Weights:
 
     def _chosen(self, extent: Extent, rows: npt.NDArray[np.int64]) -> mx.array:
         if self.assembly is None:
-            return _copied(self._view(extent, 0, extent.shape[0])[rows], extent.dtype)
+            chosen = _copied(self._view(extent, 0, extent.shape[0])[rows], extent.dtype)
+            self._drop(extent.offset, extent.offset + extent.nbytes)
+            return chosen
         distinct, places = np.unique(rows, return_inverse=True)
         nbytes = extent.nbytes // extent.shape[0]
         octets = self.assembly.rows(WEIGHTS_FILE, 0, extent.offset, nbytes, distinct.tolist())

@@ -67,6 +67,13 @@ OF_TYPE: dict[str, Settings] = {
     "gpt_neox": {"intermediate_size": 256},
     "gemma3_text": {"num_hidden_layers": 6},
     "gemma2": {"sliding_window": 256},
+    "gemma4_unified_text": {"global_head_dim": 32, "final_logit_softcapping": 30.0},
+    "gemma4_text": {
+        **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY},
+        **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "global_head_dim": 32},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_experts": None},
+        **{"moe_intermediate_size": None, "final_logit_softcapping": 30.0},
+    },
     **{name: {"n_inner": None} for name in ("gptj", "gpt2")},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "minicpm3": {"rope_parameters": LONG, "tie_word_embeddings": False, "num_key_value_heads": 4},

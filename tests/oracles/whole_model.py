@@ -7,7 +7,6 @@ references materialize what the kernels avoid.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from export.sources.families import build_model
+from export.sources.general import model_module
 from export.sources.source import Checkpoint
 from harness.peers import in_memory
 from harness.peers.in_memory import dequantized as dequantized
@@ -135,7 +135,7 @@ def row_masks(family: str, numbers: mx.array) -> Iterator[None]:
     a layer has a window, it is that of distances in the whole sequence. Positions are those of the
     whole sequence, too.
     """
-    module: Any = importlib.import_module(f"mlx_lm.models.{family}")
+    module: Any = model_module(family)
 
     def masked(h: mx.array, cache: object = None, window_size: int | None = None) -> mx.array:
         distance = mx.arange(h.shape[1])[:, None] - mx.arange(h.shape[1])[None]

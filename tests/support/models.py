@@ -39,7 +39,7 @@ _IN_TURN = [
     pytest.param(one, marks=pytest.mark.slow) if one == "qwen3" else one for one in FAMILIES
 ]
 each_family = pytest.mark.parametrize("family", _IN_TURN)
-each_with_mixers = pytest.mark.parametrize("family", [*_IN_TURN, *MIXERS])
+each_with_mixers = pytest.mark.parametrize("family", [*_IN_TURN, *MIXERS, "gemma4"])
 BUCKETS = (16, 32, 64)
 LENGTHS = (96, 128)  # two tiles of 48, two of 64
 CLOSE = 1e-5
@@ -113,7 +113,7 @@ def mebp(
 ) -> tuple[StepLoss, dict[str, mx.array]]:
     """One step's loss and its gradients by full name; of `loss`, or of the cross entropy."""
     manifest = model.bundle.manifest
-    shape = (1, model.bucket, manifest.hidden_size)
+    shape = (1, model.bucket, manifest.widest)
     scratch = Activations(folder, len(manifest.blocks), len(rows), shape)
     found: dict[str, mx.array] = {}
 
