@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.machine.backend import bounded_run_ahead
+from runtime.machine.onednn import OneDnn
 
 # no warnings about nan and infinity, as in MLX: the loss shows them
 quiet = np.errstate(invalid="ignore", over="ignore")
@@ -36,8 +37,12 @@ class Arrays(Protocol):
     """The operations on arrays that kernels need besides matrix products.
 
     Where an operation or a block is one evaluation, nothing is evaluated before `finish`, whatever
-    else is said.
+    else is said. `library` computes on the memory of arrays, if there is one.
     """
+
+    @property
+    def library(self) -> OneDnn | None:
+        """What products and activations are computed by; None for MLX and NumPy."""
 
     def settle(self, *arrays: Any) -> None:
         """Evaluate arrays, or lists and dictionaries of them, so that others are freed."""
@@ -104,8 +109,11 @@ class _Streams(threading.local):
 _streams = _Streams()
 
 
+@dataclass(frozen=True)
 class CpuArrays:
     """Arrays changed in place with NumPy."""
+
+    library: OneDnn | None = None
 
     def settle(self, *arrays: Any) -> None:
         mx.eval(*arrays)
@@ -212,6 +220,7 @@ class GpuArrays:
     """
 
     one_evaluation: bool = False
+    library: None = None
 
     def settle(self, *arrays: Any) -> None:
         if not self.one_evaluation:
@@ -277,9 +286,9 @@ class GpuArrays:
             self.settle(result)
 
 
-def arrays_for(device: str, one_evaluation: bool = False) -> Arrays:
+def arrays_for(device: str, one_evaluation: bool = False, library: OneDnn | None = None) -> Arrays:
     """The implementation for "cpu" or "gpu"; there more than an array may be one evaluation."""
-    return GpuArrays(one_evaluation) if device == "gpu" else CpuArrays()
+    return GpuArrays(one_evaluation) if device == "gpu" else CpuArrays(library)
 
 
 def row_sums(x: mx.array) -> mx.array:

@@ -34,9 +34,10 @@ class Input:
         return cls(x, () if quantized else products.split(x, matrix.bits))
 
     @classmethod
-    def for_rows(cls, x: mx.array, products: Products) -> Input:
-        """x for products with tiles that have as many rows as x has columns."""
-        return cls(x, (products.whole(x),))
+    def for_rows(cls, x: mx.array, products: Products, columns: slice | None = None) -> Input:
+        """x, or some of its columns, for products with tiles that have as many rows."""
+        part = x if columns is None else products.columns(x, columns)
+        return cls(part, (products.whole(part),))
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,13 @@ class ReadyTile:
         if self.shift is not None:
             onto = mx.addmm(onto, group_sums(given.x, self.shift.shape[1]), self.shift.T)
         return onto
+
+    def put_product(self, given: Input, whole: mx.array, where: slice, arrays: Arrays) -> None:
+        """x W^T (T, R') for the tile's rows, as the columns `where` of a larger array."""
+        if self.columns and self.shift is None:
+            self.products.put(whole, where, given.parts, self.columns)
+        else:
+            arrays.put(whole, (slice(None), where), self.transposed_product(given))
 
     def quantized(self, x: mx.array, transpose: bool) -> mx.array:
         """x times the tile as it is packed, or its transpose."""

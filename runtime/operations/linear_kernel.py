@@ -90,9 +90,7 @@ class LoraProducts:
         for start, stop in matrices.ranges(matrix):
             for tile, lanes in matrices.as_seen(matrix, start, stop, moves):
                 for lane in lanes:
-                    part = tile.transposed_product(inputs[lane])
-                    arrays.put(outputs[lane], (slice(None), slice(start, stop)), part)
-                    del part
+                    tile.put_product(inputs[lane], outputs[lane], slice(start, stop), arrays)
                 del tile
         return outputs
 
@@ -123,12 +121,8 @@ class LoraProducts:
             return self._input_columns(dy, matrix)
         total = RowSum(matrices.arrays)
         for start, stop in matrices.ranges(matrix):
-            # contiguous: else every product with a column would make its own copy
-            whole = stop - start == matrix.rows
-            rows = (slice(None), slice(start, stop))
-            part = dy if whole else matrices.arrays.contiguous(dy, rows)
-            total.add(matrices.for_rows(part), matrices.tile(matrix, start, stop))
-            del part
+            rows = None if stop - start == matrix.rows else slice(start, stop)
+            total.add(matrices.for_rows(dy, rows), matrices.tile(matrix, start, stop))
         return total.result(matrix, matrices.products)
 
     def _input_columns(self, dy: mx.array, matrix: Matrix) -> mx.array:

@@ -278,13 +278,14 @@ class _Mlp:
         """a (T, w) of a slice's gate and up, which are consumed."""
         gate, up = products
         products.clear()
-        return gated(self.operation.gated.activation, gate, up)
+        return gated(self.operation.gated.activation, gate, up, self.tools.arrays.library)
 
     def gated_vjp(self, products: list[mx.array], da: mx.array) -> list[mx.array]:
         """The gradients (T, w) of a slice's gate and up, which are consumed."""
         gate, up = products
         products.clear()
-        return [*gated_vjp(self.operation.gated.activation, gate, up, da)]
+        library = self.tools.arrays.library
+        return [*gated_vjp(self.operation.gated.activation, gate, up, da, library)]
 
     def finished(
         self,
