@@ -33,6 +33,11 @@ def view(x: mx.array) -> npt.NDArray[np.float32]:
     return np.asarray(x)
 
 
+def _by_rows(x: mx.array) -> npt.NDArray[np.float32]:
+    """A small matrix, contiguous by rows: oneDNN is slow with others."""
+    return np.ascontiguousarray(view(x))
+
+
 class Arrays(Protocol):
     """The operations on arrays that kernels need besides matrix products.
 
@@ -63,6 +68,14 @@ class Arrays(Protocol):
         self, whole: mx.array, where: Any, x: mx.array, of: Any, factor: mx.array
     ) -> None:
         """whole[where] += x[of] * factor, evaluated, for rows of (T, C) and a factor (C,)."""
+
+    def matmul(self, x: mx.array, w: mx.array) -> mx.array:
+        """x w (T, C) for x (T, R) and w (R, C)."""
+
+    def add_matmul(
+        self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None
+    ) -> mx.array:
+        """whole (T, C) + x w, or x w added to the columns `where`; `whole` is consumed."""
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         """A contiguous copy of x[where], evaluated."""
@@ -144,6 +157,25 @@ class CpuArrays:
             rows = given[start : start + step]
             product = np.multiply(rows, factors, out=scratch[: len(rows)])
             np.add(changed[start : start + step], product, out=changed[start : start + step])
+
+    def matmul(self, x: mx.array, w: mx.array) -> mx.array:
+        if self.library is None:
+            return x @ w
+        y = mx.zeros((x.shape[0], w.shape[1]))
+        self.library.multiply(_by_rows(x), view(w), view(y), add=False)
+        return y
+
+    def add_matmul(
+        self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None
+    ) -> mx.array:
+        if self.library is not None:
+            target = view(whole) if where is None else view(whole)[:, where]
+            self.library.multiply(_by_rows(x), view(w), target, add=True)
+            return whole
+        if where is None:
+            return mx.addmm(whole, x, w)
+        self.add_to(whole, (slice(None), where), x @ w)
+        return whole
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         taken = view(x)[where]
@@ -246,6 +278,17 @@ class GpuArrays:
         self, whole: mx.array, where: Any, x: mx.array, of: Any, factor: mx.array
     ) -> None:
         self.add_to(whole, where, x[of] * factor)
+
+    def matmul(self, x: mx.array, w: mx.array) -> mx.array:
+        return x @ w
+
+    def add_matmul(
+        self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None
+    ) -> mx.array:
+        if where is None:
+            return mx.addmm(whole, x, w)
+        self.add_to(whole, (slice(None), where), x @ w)
+        return whole
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         part = mx.contiguous(x[where])

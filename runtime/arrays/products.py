@@ -18,7 +18,6 @@ import numpy.typing as npt
 from runtime.arrays.arrays import Arrays, view
 from runtime.arrays.dequantize import FLIP4, FLIP8, HIGH, dequantize, join, split
 from runtime.arrays.weight_source import FloatTile, Tile
-from runtime.machine.onednn import OneDnn
 
 Factor = Any
 """A matrix as products take it: of MLX, or of NumPy with float32 or the bits of bfloat16 values."""
@@ -26,6 +25,8 @@ Factor = Any
 
 class Products(Protocol):
     """The products that kernels need. Columns of weights have an order that only this knows."""
+
+    arrays: Arrays
 
     def dequantize(self, tile: Tile, bits: int) -> tuple[Factor, ...]:
         """A tile (R, C), without its `shift`, as matrices (R, C') of some of its columns."""
@@ -116,8 +117,9 @@ class Float32Products:
 class OneDnnProducts:
     """By oneDNN. Of 4 bits the even columns come first, then the odd ones, in one matrix."""
 
-    def __init__(self, library: OneDnn, compute_dtype: str) -> None:
-        self.library = library
+    def __init__(self, arrays: Arrays, compute_dtype: str) -> None:
+        assert arrays.library is not None
+        self.arrays, self.library = arrays, arrays.library
         self.rounds = compute_dtype == "bfloat16"
         self.dtype = np.dtype(np.uint16 if self.rounds else np.float32)
 
@@ -214,9 +216,8 @@ class OneDnnProducts:
 
 def products_for(compute_dtype: str, arrays: Arrays) -> Products:
     """The products in "float32" or "bfloat16", by oneDNN where the arrays use it."""
-    library = arrays.library
-    if library is not None:
-        return OneDnnProducts(library, compute_dtype)
+    if arrays.library is not None:
+        return OneDnnProducts(arrays, compute_dtype)
     assert compute_dtype == "float32", (
         "a plan in bfloat16 follows from a machine that multiplies it"
     )

@@ -65,7 +65,7 @@ TILES: dict[str, tuple[int, Callable[[Rng], Tile]]] = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_are_those_of_the_same_factors(rng: Rng, kind: str, dtype: str) -> None:
     bits, draw = TILES[kind]
-    tile, ours = draw(rng), OneDnnProducts(require_onednn(dtype), dtype)
+    tile, ours = draw(rng), OneDnnProducts(CpuArrays(require_onednn(dtype)), dtype)
     oracle = (RoundedProducts if dtype == "bfloat16" else Float32Products)(CpuArrays())
     columns, tokens = ours.dequantize(tile, bits), int(rng.integers(1, 60))
     rows, width = columns[0].shape
@@ -91,7 +91,7 @@ def test_products_are_those_of_the_same_factors(rng: Rng, kind: str, dtype: str)
 
 
 def test_rounding_is_to_the_nearest_with_ties_to_even(library: OneDnn, rng: Rng) -> None:
-    ours = OneDnnProducts(library, "bfloat16")
+    ours = OneDnnProducts(CpuArrays(library), "bfloat16")
     bits = rng.integers(0x00800000, 0x7F000000, (50, 30)).astype(np.uint32)  # normal numbers
     bits[:25] &= 0xFFFF8000  # half of them ties, or exact
     x = mx.array(bits.view(np.float32))
@@ -103,7 +103,7 @@ def test_rounding_is_to_the_nearest_with_ties_to_even(library: OneDnn, rng: Rng)
 
 
 def test_more_shapes_than_are_kept_change_nothing(library: OneDnn, rng: Rng) -> None:
-    ours = OneDnnProducts(library, "bfloat16")
+    ours = OneDnnProducts(CpuArrays(library), "bfloat16")
     w = ours.whole(random(rng, 8, 16))
     factors = [ours.whole(random(rng, tokens, 16)) for tokens in range(1, SHAPES + 9)]
     first, again = ([np.array(ours.by_columns(x, w, None)) for x in factors] for _ in range(2))
