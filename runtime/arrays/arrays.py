@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.machine.backend import bounded_run_ahead
+from runtime.machine.onednn import OneDnn
 
 # no warnings about nan and infinity, as in MLX: the loss shows them
 quiet = np.errstate(invalid="ignore", over="ignore")
@@ -32,12 +33,21 @@ def view(x: mx.array) -> npt.NDArray[np.float32]:
     return np.asarray(x)
 
 
+def _by_rows(x: mx.array) -> npt.NDArray[np.float32]:
+    """A small matrix, contiguous by rows: oneDNN is slow with others."""
+    return np.ascontiguousarray(view(x))
+
+
 class Arrays(Protocol):
     """The operations on arrays that kernels need besides matrix products.
 
     Where an operation or a block is one evaluation, nothing is evaluated before `finish`, whatever
-    else is said.
+    else is said. `library` computes on the memory of arrays, if there is one.
     """
+
+    @property
+    def library(self) -> OneDnn | None:
+        """What products and activations are computed by; None for MLX and NumPy."""
 
     def settle(self, *arrays: Any) -> None:
         """Evaluate arrays, or lists and dictionaries of them, so that others are freed."""
@@ -58,6 +68,14 @@ class Arrays(Protocol):
         self, whole: mx.array, where: Any, x: mx.array, of: Any, factor: mx.array
     ) -> None:
         """whole[where] += x[of] * factor, evaluated, for rows of (T, C) and a factor (C,)."""
+
+    def matmul(self, x: mx.array, w: mx.array) -> mx.array:
+        """x w (T, C) for x (T, R) and w (R, C)."""
+
+    def add_matmul(
+        self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None
+    ) -> mx.array:
+        """whole (T, C) + x w, or x w added to the columns `where`; `whole` is consumed."""
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         """A contiguous copy of x[where], evaluated."""
@@ -104,8 +122,11 @@ class _Streams(threading.local):
 _streams = _Streams()
 
 
+@dataclass(frozen=True)
 class CpuArrays:
     """Arrays changed in place with NumPy."""
+
+    library: OneDnn | None = None
 
     def settle(self, *arrays: Any) -> None:
         mx.eval(*arrays)
@@ -136,6 +157,25 @@ class CpuArrays:
             rows = given[start : start + step]
             product = np.multiply(rows, factors, out=scratch[: len(rows)])
             np.add(changed[start : start + step], product, out=changed[start : start + step])
+
+    def matmul(self, x: mx.array, w: mx.array) -> mx.array:
+        if self.library is None:
+            return x @ w
+        y = mx.zeros((x.shape[0], w.shape[1]))
+        self.library.multiply(_by_rows(x), view(w), view(y), add=False)
+        return y
+
+    def add_matmul(
+        self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None
+    ) -> mx.array:
+        if self.library is not None:
+            target = view(whole) if where is None else view(whole)[:, where]
+            self.library.multiply(_by_rows(x), view(w), target, add=True)
+            return whole
+        if where is None:
+            return mx.addmm(whole, x, w)
+        self.add_to(whole, (slice(None), where), x @ w)
+        return whole
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         taken = view(x)[where]
@@ -212,6 +252,7 @@ class GpuArrays:
     """
 
     one_evaluation: bool = False
+    library: None = None
 
     def settle(self, *arrays: Any) -> None:
         if not self.one_evaluation:
@@ -237,6 +278,17 @@ class GpuArrays:
         self, whole: mx.array, where: Any, x: mx.array, of: Any, factor: mx.array
     ) -> None:
         self.add_to(whole, where, x[of] * factor)
+
+    def matmul(self, x: mx.array, w: mx.array) -> mx.array:
+        return x @ w
+
+    def add_matmul(
+        self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None
+    ) -> mx.array:
+        if where is None:
+            return mx.addmm(whole, x, w)
+        self.add_to(whole, (slice(None), where), x @ w)
+        return whole
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         part = mx.contiguous(x[where])
@@ -277,9 +329,9 @@ class GpuArrays:
             self.settle(result)
 
 
-def arrays_for(device: str, one_evaluation: bool = False) -> Arrays:
+def arrays_for(device: str, one_evaluation: bool = False, library: OneDnn | None = None) -> Arrays:
     """The implementation for "cpu" or "gpu"; there more than an array may be one evaluation."""
-    return GpuArrays(one_evaluation) if device == "gpu" else CpuArrays()
+    return GpuArrays(one_evaluation) if device == "gpu" else CpuArrays(library)
 
 
 def row_sums(x: mx.array) -> mx.array:

@@ -63,9 +63,9 @@ class Matrices:
         """x (T, C) as the matrix's tiles take it, dequantized ones among them if there are any."""
         return Input.of(x, matrix, self.packed and not self.materialized, self.products)
 
-    def for_rows(self, x: mx.array) -> Input:
-        """x (T, R) for products with tiles of R rows."""
-        return Input.for_rows(x, self.products)
+    def for_rows(self, x: mx.array, columns: slice | None = None) -> Input:
+        """x (T, R), or some of its columns, for products with tiles of as many rows."""
+        return Input.for_rows(x, self.products, columns)
 
     @cached_property
     def products(self) -> Products:

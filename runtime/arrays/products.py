@@ -1,8 +1,8 @@
-"""Products of values with frozen weights, in float32 by MLX or in bfloat16 by oneDNN.
+"""Products of values with frozen weights, in float32 by MLX or oneDNN, in bfloat16 by oneDNN.
 
-The factors are what a product takes: float32 arrays of MLX, or the bits of bfloat16 values as
-NumPy's uint16, since NumPy has no such type. Results are float32, and sums of products are taken in
-float32. `Bfloat16Products` rounds both factors to the nearest, and nothing else; its reference is
+The factors are what a product takes: float32 arrays, or the bits of bfloat16 values as NumPy's
+uint16, since NumPy has no such type. Results are float32, and sums of products are taken in
+float32. In bfloat16 both factors are rounded to the nearest, and nothing else; the reference is
 `tests.oracles.bfloat16`.
 """
 
@@ -18,15 +18,15 @@ import numpy.typing as npt
 from runtime.arrays.arrays import Arrays, view
 from runtime.arrays.dequantize import FLIP4, FLIP8, HIGH, dequantize, join, split
 from runtime.arrays.weight_source import FloatTile, Tile
-from runtime.machine.onednn import OneDnn, loaded
 
 Factor = Any
-"""A matrix as products take it: `mx.array` of float32, or the bits of bfloat16 values."""
-Bits = npt.NDArray[np.uint16]
+"""A matrix as products take it: of MLX, or of NumPy with float32 or the bits of bfloat16 values."""
 
 
 class Products(Protocol):
     """The products that kernels need. Columns of weights have an order that only this knows."""
+
+    arrays: Arrays
 
     def dequantize(self, tile: Tile, bits: int) -> tuple[Factor, ...]:
         """A tile (R, C), without its `shift`, as matrices (R, C') of some of its columns."""
@@ -42,6 +42,14 @@ class Products(Protocol):
 
     def by_rows(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
         """x w (T, C) for x (T, R) and w (R, C), added to `onto` if it is given."""
+
+    def put(
+        self, whole: mx.array, where: slice, xs: Sequence[Factor], ws: Sequence[Factor]
+    ) -> None:
+        """The columns `where` of whole (T, W) are the sum of x w^T (T, R) of all parts."""
+
+    def columns(self, x: mx.array, where: slice) -> mx.array:
+        """Some columns of x (T, R), as `whole` takes them."""
 
     def join(self, parts: Sequence[mx.array], bits: int) -> mx.array:
         """Products (T, C') by rows with all parts of a tile, as one (T, C) in order."""
@@ -77,6 +85,19 @@ class Float32Products:
     def by_rows(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
         return x @ w if onto is None else mx.addmm(onto, x, w)
 
+    def put(
+        self, whole: mx.array, where: slice, xs: Sequence[mx.array], ws: Sequence[mx.array]
+    ) -> None:
+        total: mx.array | None = None
+        for x, w in zip(xs, ws, strict=True):
+            total = self.by_columns(x, w, total)
+        assert total is not None
+        self.arrays.put(whole, (slice(None), where), total)
+
+    def columns(self, x: mx.array, where: slice) -> mx.array:
+        # contiguous: else every product with a column would make its own copy
+        return self.arrays.contiguous(x, (slice(None), where))
+
     def join(self, parts: Sequence[mx.array], bits: int) -> mx.array:
         return join(tuple(parts), self.arrays)
 
@@ -93,79 +114,84 @@ class Float32Products:
         return x
 
 
-class Bfloat16Products:
+class OneDnnProducts:
     """By oneDNN. Of 4 bits the even columns come first, then the odd ones, in one matrix."""
 
-    def __init__(self, library: OneDnn) -> None:
-        self.library = library
+    def __init__(self, arrays: Arrays, compute_dtype: str) -> None:
+        assert arrays.library is not None
+        self.arrays, self.library = arrays, arrays.library
+        self.rounds = compute_dtype == "bfloat16"
+        self.dtype = np.dtype(np.uint16 if self.rounds else np.float32)
 
-    def dequantize(self, tile: Tile, bits: int) -> tuple[Bits, ...]:
+    def dequantize(self, tile: Tile, bits: int) -> tuple[Factor, ...]:
         if isinstance(tile, FloatTile):
             return (self._stored(tile.values),)
         words: npt.NDArray[np.uint32] = np.asarray(tile.words)
         scales = view(tile.scales)
-        columns = words.shape[1] * 32 // bits
-        values = np.empty((len(words), columns), np.uint16)
+        rows, groups = scales.shape
+        parts, width = 8 // bits, words.size * 4 // scales.size
+        halves = np.empty((rows, parts, groups, width), self.dtype)
+        values = halves.reshape(rows, -1)
         if bits == 8:
-            self._scale(words ^ np.uint32(FLIP8), scales, values)
+            self._scale(words ^ np.uint32(FLIP8), scales, halves[:, 0])
             return (values,)
         # shifted left by 4 bits: 16 times the code
         flipped, scales = words ^ np.uint32(FLIP4), scales * np.float32(1 / 16)
-        self._scale(flipped & np.uint32(HIGH), scales, values[:, columns // 2 :])
+        self._scale(flipped & np.uint32(HIGH), scales, halves[:, 1])
         np.left_shift(flipped, 4, out=flipped)
         np.bitwise_and(flipped, np.uint32(HIGH), out=flipped)
-        self._scale(flipped, scales, values[:, : columns // 2])
+        self._scale(flipped, scales, halves[:, 0])
         return (values,)
 
-    def _scale(self, words: npt.NDArray[np.uint32], scales: npt.NDArray[Any], to: Bits) -> None:
-        """The codes of words times the scales of their groups, rounded."""
-        rows, groups = scales.shape
-        shape = (rows, groups, to.shape[1] // groups)
-        self.library.scale(address(words), address(scales), address(to), shape, _row(to))
+    def _scale(self, words: npt.NDArray[np.uint32], scales: npt.NDArray[Any], to: Factor) -> None:
+        """The codes of words times the scales of their groups, as products take them."""
+        codes = words.view(np.int8).reshape(to.shape)
+        self.library.scale(codes, scales.reshape(-1), to)
 
-    def _stored(self, values: mx.array) -> Bits:
-        """The bits of a matrix in floating point, which are as stored if it is bfloat16."""
-        if values.dtype == mx.bfloat16:
+    def _stored(self, values: mx.array) -> Factor:
+        """A matrix in floating point, whose bits are as stored if it is bfloat16."""
+        if self.rounds and values.dtype == mx.bfloat16:
             return np.asarray(values.view(mx.uint16))
         return self.whole(values.astype(mx.float32))
 
-    def split(self, x: mx.array, bits: int) -> tuple[Bits, ...]:
+    def split(self, x: mx.array, bits: int) -> tuple[Factor, ...]:
         if bits != 4:
             return (self.whole(x),)
         values = view(x)
-        rounded = np.empty(values.shape, np.uint16)
+        parted = np.empty(values.shape, self.dtype)
         half = values.shape[1] // 2
-        self._round(values[:, 0::2], rounded[:, :half])
-        self._round(values[:, 1::2], rounded[:, half:])
-        return (rounded,)
+        self.library.convert(values[:, 0::2], parted[:, :half])
+        self.library.convert(values[:, 1::2], parted[:, half:])
+        return (parted,)
 
-    def whole(self, x: mx.array) -> Bits:
+    def whole(self, x: mx.array) -> Factor:
         values = view(x)
-        rounded = np.empty(values.shape, np.uint16)
-        self._round(values, rounded)
+        if not self.rounds:
+            return values
+        rounded = np.empty(values.shape, self.dtype)
+        self.library.convert(values, rounded)
         return rounded
 
-    def _round(self, values: npt.NDArray[np.float32], to: Bits) -> None:
-        shape, item = values.shape, values.itemsize
-        strides = (values.strides[0] // item, values.strides[1] // item)
-        self.library.round(address(values), address(to), (shape[0], shape[1]), strides, _row(to))
+    def by_columns(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
+        return self._multiply(x, w.T, onto)
 
-    def by_columns(self, x: Bits, w: Bits, onto: mx.array | None) -> mx.array:
-        return self._multiply(x, w, onto, w.shape[0], True)
+    def by_rows(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
+        return self._multiply(x, w, onto)
 
-    def by_rows(self, x: Bits, w: Bits, onto: mx.array | None) -> mx.array:
-        return self._multiply(x, w, onto, w.shape[1], False)
-
-    def _multiply(
-        self, x: Bits, w: Bits, onto: mx.array | None, columns: int, transposed: bool
-    ) -> mx.array:
+    def _multiply(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
         """The product, in place of `onto`."""
-        tokens, inner = x.shape
-        y = mx.zeros((tokens, columns)) if onto is None else onto
-        mx.eval(y)
-        shape = (tokens, inner, columns)
-        self.library.multiply(address(x), address(w), address(view(y)), shape, transposed)
+        y = mx.zeros((x.shape[0], w.shape[1])) if onto is None else onto
+        self.library.multiply(x, w, view(y), add=onto is not None)
         return y
+
+    def put(
+        self, whole: mx.array, where: slice, xs: Sequence[Factor], ws: Sequence[Factor]
+    ) -> None:
+        (x,), (w,) = xs, ws
+        self.library.multiply(x, w.T, view(whole)[:, where], add=False)
+
+    def columns(self, x: mx.array, where: slice) -> mx.array:
+        return x[:, where]
 
     def join(self, parts: Sequence[mx.array], bits: int) -> mx.array:
         (part,) = parts
@@ -178,31 +204,21 @@ class Bfloat16Products:
         ordered[:, 0::2], ordered[:, 1::2] = values[:, :half], values[:, half:]
         return whole
 
-    def empty(self, rows: int, columns: int, bits: int) -> tuple[Bits, ...]:
-        return (np.zeros((rows, columns), np.uint16),)
+    def empty(self, rows: int, columns: int, bits: int) -> tuple[Factor, ...]:
+        return (np.zeros((rows, columns), self.dtype),)
 
-    def copy(self, values: Bits, to: Bits) -> None:
+    def copy(self, values: Factor, to: Factor) -> None:
         to[...] = values
 
     def rounded(self, x: mx.array) -> mx.array:
-        return x.astype(mx.bfloat16).astype(mx.float32)
+        return x.astype(mx.bfloat16).astype(mx.float32) if self.rounds else x
 
 
 def products_for(compute_dtype: str, arrays: Arrays) -> Products:
-    """The products in "float32" or "bfloat16", for which oneDNN must have been loaded."""
-    if compute_dtype == "float32":
-        return Float32Products(arrays)
-    library = loaded()
-    assert library is not None, "a plan in bfloat16 follows from a machine that multiplies it"
-    return Bfloat16Products(library)
-
-
-def address(values: npt.NDArray[Any]) -> int:
-    """Where an array's values lie in memory."""
-    place: int = values.__array_interface__["data"][0]
-    return place
-
-
-def _row(values: Bits) -> int:
-    """The values from the beginning of a row to that of the next."""
-    return values.strides[0] // values.itemsize
+    """The products in "float32" or "bfloat16", by oneDNN where the arrays use it."""
+    if arrays.library is not None:
+        return OneDnnProducts(arrays, compute_dtype)
+    assert compute_dtype == "float32", (
+        "a plan in bfloat16 follows from a machine that multiplies it"
+    )
+    return Float32Products(arrays)

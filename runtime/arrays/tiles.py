@@ -26,6 +26,13 @@ class Input:
 
     x: mx.array
     parts: tuple[Factor, ...]
+    _sums: dict[int, mx.array] = field(default_factory=dict)
+
+    def group_sums(self, groups: int) -> mx.array:
+        """Sums of x over each group of columns (T, G), the same for all tiles."""
+        if groups not in self._sums:
+            self._sums[groups] = group_sums(self.x, groups)
+        return self._sums[groups]
 
     @classmethod
     def of(cls, x: mx.array, matrix: Matrix, packed: bool, products: Products) -> Input:
@@ -34,9 +41,10 @@ class Input:
         return cls(x, () if quantized else products.split(x, matrix.bits))
 
     @classmethod
-    def for_rows(cls, x: mx.array, products: Products) -> Input:
-        """x for products with tiles that have as many rows as x has columns."""
-        return cls(x, (products.whole(x),))
+    def for_rows(cls, x: mx.array, products: Products, columns: slice | None = None) -> Input:
+        """x, or some of its columns, for products with tiles that have as many rows."""
+        part = x if columns is None else products.columns(x, columns)
+        return cls(part, (products.whole(part),))
 
 
 @dataclass(frozen=True)
@@ -81,8 +89,20 @@ class ReadyTile:
             onto = self.products.by_columns(part, column, onto)
         assert onto is not None
         if self.shift is not None:
-            onto = mx.addmm(onto, group_sums(given.x, self.shift.shape[1]), self.shift.T)
+            sums = given.group_sums(self.shift.shape[1])
+            onto = self.products.arrays.add_matmul(onto, sums, self.shift.T)
         return onto
+
+    def put_product(self, given: Input, whole: mx.array, where: slice) -> None:
+        """x W^T (T, R') for the tile's rows, as the columns `where` of a larger array."""
+        arrays = self.products.arrays
+        if not self.columns:
+            arrays.put(whole, (slice(None), where), self.quantized(given.x, transpose=True))
+            return
+        self.products.put(whole, where, given.parts, self.columns)
+        if self.shift is not None:
+            sums = given.group_sums(self.shift.shape[1])
+            arrays.add_matmul(whole, sums, self.shift.T, where)
 
     def quantized(self, x: mx.array, transpose: bool) -> mx.array:
         """x times the tile as it is packed, or its transpose."""
@@ -119,8 +139,7 @@ class RowSum:
         else:
             self.halves = [tile.products.by_rows(part, column, None) for column in tile.columns]
         if tile.shift is not None:
-            self._add_whole(given.x @ tile.shift, fade)
-            self.arrays.settle(self.whole)
+            self._add_shifts(given.x, tile.shift, fade)
         self.arrays.settle(self.halves)
 
     def _add_to_halves(self, part: Factor, tile: ReadyTile, fade: mx.array | None) -> None:
@@ -134,6 +153,14 @@ class RowSum:
         if self.whole is not None:
             term = term + (self.whole if fade is None else self.whole * fade)
         self.whole = term
+
+    def _add_shifts(self, x: mx.array, shift: mx.array, fade: mx.array | None) -> None:
+        if self.whole is None:
+            self.whole = self.arrays.matmul(x, shift)
+        else:
+            whole = self.whole if fade is None else self.whole * fade
+            self.whole = self.arrays.add_matmul(whole, x, shift)
+        self.arrays.settle(self.whole)
 
     @property
     def parts(self) -> list[mx.array]:

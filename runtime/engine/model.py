@@ -22,6 +22,7 @@ from runtime.arrays.weight_source import WeightSource
 from runtime.bundle.store import Bundle
 from runtime.engine.executor import Executor
 from runtime.engine.graphs import Graphs
+from runtime.machine.backend import load_onednn
 from runtime.operations.attention import STARTS
 from runtime.operations.base import Operation
 from runtime.operations.embedding_kernel import POSITIONS, TOKENS
@@ -67,7 +68,8 @@ class Model:
     def matrices(self) -> Matrices:
         manifest, execution = self.bundle.manifest, self.lowered.execution
 
-        arrays = arrays_for(manifest.device, execution.one_evaluation)
+        library = load_onednn() if execution.onednn else None
+        arrays = arrays_for(manifest.device, execution.one_evaluation, library)
 
         def by_offset(counts: Mapping[str, int]) -> dict[int, int]:
             return {manifest.matrices[name].packed.offset: n for name, n in counts.items()}

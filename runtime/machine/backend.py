@@ -136,7 +136,12 @@ def _dlopen(path: str) -> bool:
 
 
 def blas_threads() -> int:
-    """The number of threads of the loaded OpenBLAS; 1 for another BLAS."""
+    """The number of threads of the loaded OpenBLAS; 1 for another BLAS.
+
+    Where oneDNN multiplies, OpenBLAS has one, and oneDNN as many as OpenBLAS had.
+    """
+    if (library := onednn.loaded()) is not None:
+        return library.threads
     libraries = ctypes.CDLL(None)
     if not hasattr(libraries, "openblas_get_num_threads"):
         return 1
@@ -158,7 +163,7 @@ def arithmetic(of_options: bool = True) -> dict[str, str]:
     facts = {"MLX's version": mlx_version(), "the BLAS": blas}
     facts["the number of BLAS threads"] = str(blas_threads())
     if of_options and (library := onednn.loaded()) is not None:
-        facts["the library of bfloat16"] = f"oneDNN {library.version}"
+        facts["the library of products"] = f"oneDNN {library.version}"
     return facts | ({"the GPU": gpu} if (gpu := gpu_name()) else {})
 
 
@@ -198,16 +203,19 @@ def this_machine(device: str, arithmetic: str, compute_dtype: str = "float32") -
         limit_bytes=memory_limit_bytes(),
         compute_dtype=dtype.name,
         compute_reason=dtype.reason,
+        onednn=device == "cpu" and not packed and onednn.is_installed(),
     )
 
 
-def load_onednn() -> OneDnn:
+def load_onednn(why: str = "") -> OneDnn:
     """oneDNN, with as many threads as the BLAS.
+
+    `why` is the option that needs its products of bfloat16.
 
     Raises:
         UsageError: this processor does not multiply bfloat16, or the library is not installed.
     """
-    return onednn.load(blas_threads(), cpu_flags())
+    return onednn.load(blas_threads(), cpu_flags(), why)
 
 
 def _load_gpu() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.core.errors import UsageError
-from runtime.machine.onednn import OneDnn
+from runtime.machine.onednn import OneDnn, share_cores
 
 FASTER = 1.15  # times the rate of float32, from which on `auto` takes bfloat16
 TOKENS, COLUMNS, ROWS = 256, 896, 256  # of a product that is measured: one slice of a small model
@@ -24,7 +24,7 @@ class ComputeDtype:
 
 
 def choose(
-    asked: str, device: str, packed: bool, load_library: Callable[[], OneDnn] | None
+    asked: str, device: str, packed: bool, load_library: Callable[[str], OneDnn] | None
 ) -> ComputeDtype:
     """The type for "float32", "bfloat16" or "auto", which takes bfloat16 where it is faster.
 
@@ -46,7 +46,7 @@ def choose(
                 "--compute-dtype bfloat16 multiplies dequantized tiles; leave out --arithmetic "
                 "packed, or give float32"
             )
-        library = None if load_library is None else load_library()
+        library = None if load_library is None else load_library("--compute-dtype bfloat16")
     except UsageError as problem:
         if asked == "bfloat16":
             raise
@@ -73,22 +73,17 @@ class Rates:
 
 def measure(library: OneDnn) -> Rates:
     """The rates here and now, in some milliseconds."""
-    import mlx.core as mx
     import numpy as np
 
-    x, w = mx.ones((TOKENS, COLUMNS)), mx.ones((ROWS, COLUMNS))
-    mx.eval(x, w)
-    factors = np.ones((TOKENS, COLUMNS), np.uint16), np.ones((ROWS, COLUMNS), np.uint16)
     y = np.zeros((TOKENS, ROWS), np.float32)
-    places: list[int] = [array.__array_interface__["data"][0] for array in (*factors, y)]
-    shape = (TOKENS, COLUMNS, ROWS)
-    seconds: dict[str, list[float]] = {"float32": [], "bfloat16": []}
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        mx.eval(x @ w.T)
-        between = time.perf_counter()
-        library.multiply(places[0], places[1], places[2], shape, transposed=True)
-        seconds["float32"].append(between - began)
-        seconds["bfloat16"].append(time.perf_counter() - between)
-    operations = 2e-9 * TOKENS * COLUMNS * ROWS
-    return Rates(*(operations / min(seconds[name]) for name in ("float32", "bfloat16")))
+    rates = []
+    share_cores(True)
+    for dtype in (np.float32, np.uint16):
+        x, w = np.ones((TOKENS, COLUMNS), dtype), np.ones((ROWS, COLUMNS), dtype)
+        seconds = []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            library.multiply(x, w.T, y, add=True)
+            seconds.append(time.perf_counter() - began)
+        rates.append(2e-9 * TOKENS * COLUMNS * ROWS / min(seconds))
+    return Rates(*rates)

@@ -1,8 +1,9 @@
-"""oneDNN: products of bfloat16 matrices with float32 results, by a processor's own instructions.
+"""oneDNN: products of matrices, and elementwise functions, by a processor's widest instructions.
 
-Its C API is called on addresses of raw buffers. MLX's CPU backend multiplies bfloat16 in a plain
-loop, and no BLAS among our packages has such a product. The library comes with the extra
-`bfloat16`, or from the system (Debian's libdnnl3). Its threads are those of OpenMP.
+Its C API is called on addresses of raw buffers. It multiplies bfloat16, which no BLAS among our
+packages does, and uses all cores where MLX's CPU backend computes one value at a time: to scale
+packed integers, and for activations. The library comes with the extra `onednn`, or from the system
+(Debian's libdnnl3). Its threads are those of OpenMP.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ import os
 import platform
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
+from typing import Any
 
 from runtime.core.errors import UsageError
 
 LIBRARY, MAJOR = "libdnnl.so.3", 3
-EXTRA = "pip install 'ondevice-tune[bfloat16]'"
+EXTRA = "pip install 'ondevice-tune[onednn]'"
 INSTRUCTIONS = {"avx512_bf16", "amx_bf16"}
 
-BFLOAT16, FLOAT32, INT8 = 2, 3, 5  # dnnl_data_type_t
-SOURCE, WEIGHTS, TARGET, SCRATCHPAD, SCALES = 1, 33, 17, 80, 4096 | 1  # DNNL_ARG_*
+DTYPES = {"uint16": 2, "float32": 3, "int8": 5}  # dnnl_data_type_t; of 16 bits are bfloat16
+ACTIVATIONS = {"gelu_tanh": 0x2B, "silu": 0x2C}  # dnnl_alg_kind_t
+MULTIPLIED = 0x1FFF1
+FOR_GRADIENTS, FOR_RESULTS = 64, 96  # dnnl_prop_kind_t
+SOURCE, OTHER, WEIGHTS, TARGET, SCRATCHPAD, SCALES = 1, 2, 33, 17, 80, 4096 | 1  # DNNL_ARG_*
+D_SOURCE, D_TARGET = 129, 145
 CPU, IN_ORDER, BY_CALLER = 1, 1, 1
 QUERY_SCRATCHPAD = 136
 ALIGNMENT = 64
@@ -32,9 +37,10 @@ ALIGNMENT = 64
 # number of scored positions. Code that multiplies every shape exists; but it takes 5 MB a thread
 # to pack factors, where this needs 0.15 MB a shape.
 SHAPES = 40
-SPINS = "2000"  # some microseconds, after which an idle OpenMP thread leaves its core to others
-SLEEPS_AFTER = "18"  # 2**18 cycles, 0.1 ms, after which an idle thread of OpenBLAS does
+SPINS = "1000000"  # some milliseconds, after which an idle OpenMP thread leaves its core to others
 
+Array = Any
+"""`numpy.ndarray`, which need not be loaded where no product is computed."""
 _loaded: list[OneDnn] = []
 
 
@@ -43,7 +49,7 @@ class _Argument(ctypes.Structure):
 
 
 class OneDnn:
-    """The loaded library. Buffers are given by their addresses, and are contiguous by rows.
+    """The loaded library. Arrays are NumPy's, float32 or the bits of bfloat16 values as uint16.
 
     Only one thread may call it, since all calls share a scratchpad. Results do not depend on the
     number of threads that work.
@@ -62,70 +68,77 @@ class OneDnn:
         self._known: OrderedDict[tuple[object, ...], _Call] = OrderedDict()
         self._scratchpad = ctypes.create_string_buffer(ALIGNMENT)
 
-    def multiply(
-        self, x: int, w: int, y: int, shape: tuple[int, int, int], transposed: bool
-    ) -> None:
-        """y += x w, or x w^T, for bfloat16 x (T, C) and w (C, R), or (R, C), and float32 y (T, R).
+    def multiply(self, x: Array, w: Array, y: Array, add: bool) -> None:
+        """y = x w, or with `add` y += x w, for x (T, C), w (C, R) of one type and float32 y (T, R).
 
-        `shape` is (T, C, R).
+        Rows or columns of x and w must be contiguous, and the rows of y.
         """
-        key = (shape, transposed)
-        if key not in self._known:
-            tokens, columns, rows = shape
-            strides = (1, columns) if transposed else (rows, 1)
-            described = {
-                SOURCE: self._describe((tokens, columns), BFLOAT16),
-                WEIGHTS: self._describe((columns, rows), BFLOAT16, strides),
-                TARGET: self._describe((tokens, rows), FLOAT32),
-            }
-            self._remember(key, self._product(described), described)
-        self._run(key, {SOURCE: x, WEIGHTS: w, TARGET: y})
+        arrays = {SOURCE: x, WEIGHTS: w, TARGET: y}
+        self._run(("multiply", add), arrays, lambda known: self._product(known, add))
 
-    def round(
-        self,
-        source: int,
-        target: int,
-        shape: tuple[int, int],
-        strides: tuple[int, int],
-        width: int,
-    ) -> None:
-        """Float32 values (T, C) that lie `strides` values apart, to the nearest in bfloat16.
+    def convert(self, source: Array, target: Array) -> None:
+        """Float32 values (T, C) to those of another array, in bfloat16 to the nearest."""
+        self._run(("convert",), {SOURCE: source, TARGET: target}, self._reorder)
 
-        A row of the target has `width` values, of which these are the first.
-        """
-        key = ("round", shape, strides, width)
-        if key not in self._known:
-            described = {
-                SOURCE: self._describe(shape, FLOAT32, strides),
-                TARGET: self._describe(shape, BFLOAT16, (width, 1)),
-            }
-            self._remember(key, self._reorder(described), described)
-        self._run(key, {SOURCE: source, TARGET: target})
+    def scale(self, codes: Array, scales: Array, target: Array) -> None:
+        """Int8 codes (R, G, n) times float32 scales (R * G,), all contiguous, as (R, G, n)."""
+        self._run(("scale",), {SOURCE: codes, TARGET: target, SCALES: scales}, self._reorder)
 
-    def scale(
-        self, codes: int, scales: int, target: int, shape: tuple[int, int, int], width: int
-    ) -> None:
-        """Int8 codes (R, G, n) times float32 scales (R, G), rounded to the nearest in bfloat16.
+    def activate(self, activation: str, x: Array, y: Array) -> None:
+        """y = f(x) for float32 arrays of one shape (N,)."""
 
-        A row of the target has `width` values, of which these are the first.
-        """
-        key = ("scale", shape, width)
-        if key not in self._known:
-            rows, groups, values = shape
-            described = {
-                SOURCE: self._describe(shape, INT8),
-                TARGET: self._describe(shape, BFLOAT16, (width, values, 1)),
-                SCALES: self._describe((rows * groups,), FLOAT32),
-            }
-            self._remember(key, self._reorder(described), described)
-        self._run(key, {SOURCE: codes, TARGET: target, SCALES: scales})
+        def describe(known: dict[int, c_void_p]) -> c_void_p:
+            return self._activation(activation, FOR_RESULTS, known[SOURCE], known[TARGET])
 
-    def _product(self, described: dict[int, c_void_p]) -> c_void_p:
+        self._run(("activate", activation), {SOURCE: x, TARGET: y}, describe)
+
+    def slope(self, activation: str, x: Array, dy: Array, dx: Array) -> None:
+        """dx = f'(x) dy for float32 arrays of one shape (N,); dx may be dy."""
+
+        def describe(known: dict[int, c_void_p]) -> c_void_p:
+            x, dy, dx = (known[index] for index in (SOURCE, D_TARGET, D_SOURCE))
+            forward = self._activation(activation, FOR_GRADIENTS, x, x)
+            descriptor, attributes = c_void_p(), self._attributes()
+            create = self._library.dnnl_eltwise_backward_primitive_desc_create
+            factors = c_float(1), c_float(0)
+            kind = ACTIVATIONS[activation]
+            given = (dx, dy, x, *factors, forward, attributes)
+            check(create(byref(descriptor), self._engine, kind, *given))
+            self._library.dnnl_primitive_attr_destroy(attributes)
+            self._library.dnnl_primitive_desc_destroy(forward)
+            return descriptor
+
+        arrays = {SOURCE: x, D_TARGET: dy, D_SOURCE: dx}
+        self._run(("slope", activation), arrays, describe)
+
+    def times(self, x: Array, factor: Array, y: Array) -> None:
+        """y = x factor for float32 arrays of one shape (N,), where y may be one of both."""
+
+        def describe(known: dict[int, c_void_p]) -> c_void_p:
+            descriptor, attributes = c_void_p(), self._attributes()
+            create = self._library.dnnl_binary_primitive_desc_create
+            given = (known[SOURCE], known[OTHER], known[TARGET], attributes)
+            check(create(byref(descriptor), self._engine, MULTIPLIED, *given))
+            self._library.dnnl_primitive_attr_destroy(attributes)
+            return descriptor
+
+        self._run(("times",), {SOURCE: x, OTHER: factor, TARGET: y}, describe)
+
+    def _activation(self, activation: str, use: int, x: c_void_p, y: c_void_p) -> c_void_p:
+        descriptor, attributes = c_void_p(), self._attributes()
+        create = self._library.dnnl_eltwise_forward_primitive_desc_create
+        given = (use, ACTIVATIONS[activation], x, y, c_float(1), c_float(0), attributes)
+        check(create(byref(descriptor), self._engine, *given))
+        self._library.dnnl_primitive_attr_destroy(attributes)
+        return descriptor
+
+    def _product(self, described: dict[int, c_void_p], add: bool) -> c_void_p:
         """What multiplies buffers of these descriptions; the caller must destroy it."""
         library = self._library
         sums, attributes, descriptor = c_void_p(), self._attributes(), c_void_p()
         check(library.dnnl_post_ops_create(byref(sums)))
-        check(library.dnnl_post_ops_append_sum(sums, c_float(1), c_int32(0), c_int(0)))
+        if add:
+            check(library.dnnl_post_ops_append_sum(sums, c_float(1), c_int32(0), c_int(0)))
         check(library.dnnl_primitive_attr_set_post_ops(attributes, sums))
         x, w, y = (described[index] for index in (SOURCE, WEIGHTS, TARGET))
         create = library.dnnl_matmul_primitive_desc_create
@@ -135,7 +148,7 @@ class OneDnn:
         return descriptor
 
     def _reorder(self, described: dict[int, c_void_p]) -> c_void_p:
-        """What converts to bfloat16, scaled if scales are described."""
+        """What converts values, scaled if scales are described."""
         library, engine = self._library, self._engine
         attributes, descriptor = self._attributes(), c_void_p()
         if SCALES in described:
@@ -153,17 +166,34 @@ class OneDnn:
         check(self._library.dnnl_primitive_attr_set_scratchpad_mode(attributes, BY_CALLER))
         return attributes
 
-    def _describe(
-        self, shape: tuple[int, ...], dtype: int, strides: tuple[int, ...] | None = None
-    ) -> c_void_p:
-        """The description of a buffer, contiguous by rows unless strides are given."""
-        if strides is None:
-            strides = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1]
-        numbers = c_int64 * len(shape)
+    def _describe(self, array: Array) -> c_void_p:
+        numbers = c_int64 * array.ndim
+        strides = (stride // array.itemsize for stride in array.strides)
         described = c_void_p()
         create = self._library.dnnl_memory_desc_create_with_strides
-        check(create(byref(described), len(shape), numbers(*shape), dtype, numbers(*strides)))
+        dtype = DTYPES[array.dtype.name]
+        given = (numbers(*array.shape), dtype, numbers(*strides))
+        check(create(byref(described), array.ndim, *given))
         return described
+
+    def _run(
+        self,
+        kind: tuple[object, ...],
+        arrays: dict[int, Array],
+        describe: Callable[[dict[int, c_void_p]], c_void_p],
+    ) -> None:
+        """Run the code for arrays of these shapes, which `describe` makes of their descriptions."""
+        key = (*kind, *((each.dtype.num, each.shape, each.strides) for each in arrays.values()))
+        if key not in self._known:
+            described = {index: self._describe(array) for index, array in arrays.items()}
+            self._remember(key, describe(described), described)
+        self._known.move_to_end(key)
+        call = self._known[key]
+        places = {index: address(array) for index, array in arrays.items()}
+        if call.scratchpad_bytes:
+            start = ctypes.addressof(self._scratchpad)
+            places[SCRATCHPAD] = -(-start // ALIGNMENT) * ALIGNMENT
+        call.run(self._stream, places)
 
     def _remember(
         self, key: tuple[object, ...], descriptor: c_void_p, described: dict[int, c_void_p]
@@ -175,14 +205,6 @@ class OneDnn:
         self._known[key] = call
         if call.scratchpad_bytes + ALIGNMENT > len(self._scratchpad):
             self._scratchpad = ctypes.create_string_buffer(call.scratchpad_bytes + ALIGNMENT)
-
-    def _run(self, key: tuple[object, ...], addresses: dict[int, int]) -> None:
-        self._known.move_to_end(key)
-        call = self._known[key]
-        if call.scratchpad_bytes:
-            start = ctypes.addressof(self._scratchpad)
-            addresses[SCRATCHPAD] = -(-start // ALIGNMENT) * ALIGNMENT
-        call.run(self._stream, addresses)
 
 
 class _Call:
@@ -226,37 +248,46 @@ class _Call:
         self._library.dnnl_primitive_destroy(self._primitive)
 
 
+def address(array: Array) -> int:
+    """Where an array's values lie in memory."""
+    place: int = array.__array_interface__["data"][0]
+    return place
+
+
 def check(status: int) -> None:
     """Raise RuntimeError if a call of oneDNN has failed."""
     if status:
-        raise RuntimeError(f"oneDNN refused a product, or a conversion to bfloat16: {status}")
+        raise RuntimeError(f"oneDNN refused a call: {status}")
 
 
-def load(threads: int, flags: set[str]) -> OneDnn:
-    """oneDNN with so many threads, on a processor with these instructions; loaded once.
+def load(threads: int, flags: set[str], why: str = "") -> OneDnn:
+    """oneDNN with so many threads; loaded once.
+
+    `why` is the option that needs its products of bfloat16, which some processors lack.
 
     Raises:
-        UsageError: the processor cannot multiply bfloat16, or the library is not installed.
+        UsageError: it cannot be loaded here, or the processor cannot multiply bfloat16.
     """
+    if why and not flags & INSTRUCTIONS and not _elsewhere():
+        raise UsageError(
+            f"{why}: this processor has no products of bfloat16 (AVX512-BF16 or AMX); give float32"
+        )
     if not _loaded:
-        if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-            where = f"{sys.platform} on {platform.machine()}"
+        if where := _elsewhere():
             raise UsageError(
-                f"--compute-dtype bfloat16 is built for Linux on x86-64, and this is {where}; "
-                "give float32"
-            )
-        if not flags & INSTRUCTIONS:
-            raise UsageError(
-                "--compute-dtype bfloat16: this processor has no products of bfloat16 "
-                "(AVX512-BF16 or AMX); give float32"
+                f"{why} is built for Linux on x86-64, and this is {where}; give float32"
             )
         # read once, when OpenMP's library is loaded
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-        library = _open()
-        _let_blas_threads_sleep()
+        library = _open(why)
         ctypes.CDLL("libgomp.so.1").omp_set_num_threads(threads)
         _loaded.append(OneDnn(library, threads))
     return _loaded[0]
+
+
+def is_installed() -> bool:
+    """Whether there is a file of oneDNN, for a processor of its kind."""
+    return not _elsewhere() and any(map(Path.exists, _places()))
 
 
 def loaded() -> OneDnn | None:
@@ -264,12 +295,33 @@ def loaded() -> OneDnn | None:
     return _loaded[0] if _loaded else None
 
 
-def _open() -> ctypes.CDLL:
+def share_cores(multiplies: bool) -> None:
+    """Leave one thread to OpenBLAS where oneDNN multiplies, else all of them.
+
+    Threads that have nothing to do take a core: both libraries have them wait in busy loops.
+    """
+    blas = ctypes.CDLL(None)
+    if _loaded and hasattr(blas, "openblas_set_num_threads"):
+        blas.openblas_set_num_threads(1 if multiplies else _loaded[0].threads)
+
+
+def _elsewhere() -> str:
+    """The system and processor, where the library is not for them; else empty."""
+    here = (sys.platform, platform.machine())
+    return "" if here == ("linux", "x86_64") else f"{here[0]} on {here[1]}"
+
+
+def _places() -> list[Path]:
+    """Where the extra and Debian install it."""
     import site
 
-    places = [Path(base, "lib", LIBRARY) for base in (sys.prefix, site.getuserbase())]
+    folders = [Path(sys.prefix, "lib"), Path(site.getuserbase(), "lib")]
+    return [folder / LIBRARY for folder in (*folders, Path("/usr/lib/x86_64-linux-gnu"))]
+
+
+def _open(why: str) -> ctypes.CDLL:
     tried = []
-    for name in (*map(str, filter(Path.exists, places)), LIBRARY):
+    for name in (*map(str, filter(Path.exists, _places())), LIBRARY):
         try:
             library = ctypes.CDLL(name)
         except OSError as problem:
@@ -281,23 +333,5 @@ def _open() -> ctypes.CDLL:
                 return library
             tried.append(f"{name} is oneDNN {major}, not {MAJOR}")
     raise UsageError(
-        f"--compute-dtype bfloat16 needs oneDNN, which cannot be loaded ({tried[0]}): "
-        f"{EXTRA}, or give float32"
+        f"{why or 'this plan'} needs oneDNN, which cannot be loaded ({tried[0]}): {EXTRA}"
     )
-
-
-def _let_blas_threads_sleep() -> None:
-    """Have idle threads of OpenBLAS sleep, else they take the core of one of OpenMP's.
-
-    OpenBLAS reads the variable when it is loaded. Here it reads it once more, and starts its
-    threads anew with its next product.
-    """
-    blas = ctypes.CDLL(None)
-    functions = ("openblas_read_env", "blas_thread_shutdown_")
-    if not all(hasattr(blas, name) for name in functions):
-        return  # threads that spin cost time, and nothing else
-    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", SLEEPS_AFTER)
-    threads = int(blas.openblas_get_num_threads())
-    blas.openblas_read_env()
-    blas.blas_thread_shutdown_()
-    blas.openblas_set_num_threads(threads)

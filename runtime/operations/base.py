@@ -50,7 +50,7 @@ class Execution:
     the head takes at once, `attention_block` how many queries attention takes at once.
     `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
     floating point are multiplied a tile at a time, on every device. Other products are computed in
-    `compute_dtype`, "float32" or "bfloat16".
+    `compute_dtype`, "float32" or "bfloat16", and with `onednn` by that library.
     """
 
     tables: Tables
@@ -65,6 +65,7 @@ class Execution:
     rank: int = 0  # of adapters
     evaluation: Evaluation = "part"
     compute_dtype: str = "float32"
+    onednn: bool = False
 
     @property
     def factor_bytes(self) -> int:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from runtime.arrays.arrays import quiet, view
 from runtime.arrays.values import Gradients, Loras, Values
+from runtime.machine.onednn import OneDnn
 from runtime.operations.gated import CHUNK_VALUES, Gated
 from runtime.operations.kernel import Run, Tools
 
@@ -28,24 +29,52 @@ CURVES = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU)}
 Floats = npt.NDArray[np.float32]
 
 
-@quiet
-def gated(activation: str, gate: mx.array, up: mx.array) -> mx.array:
-    """f(gate) * up, evaluated, of float32 arrays of one shape."""
+def gated(activation: str, gate: mx.array, up: mx.array, by: OneDnn | None = None) -> mx.array:
+    """f(gate) * up, evaluated, of float32 arrays of one shape; by NumPy, or by oneDNN."""
     (y,) = _made(gate, 1)
-    for g, u, part, s, t in _chunks(gate, up, y):
-        _logistic(activation, g, s, t)
-        np.multiply(g, s, out=part)
-        np.multiply(part, u, out=part)
+    if by is None:
+        _gate(activation, gate, up, y)
+        return y
+    g, u, a = (view(array).reshape(-1) for array in (gate, up, y))
+    by.activate(activation, g, a)
+    by.times(a, u, a)
     return y
 
 
 @quiet
+def _gate(activation: str, gate: mx.array, up: mx.array, y: mx.array) -> None:
+    for g, u, part, s, t in _chunks(gate, up, y):
+        _logistic(activation, g, s, t)
+        np.multiply(g, s, out=part)
+        np.multiply(part, u, out=part)
+
+
 def gated_vjp(
-    activation: str, gate: mx.array, up: mx.array, dy: mx.array
+    activation: str, gate: mx.array, up: mx.array, dy: mx.array, by: OneDnn | None = None
 ) -> tuple[mx.array, mx.array]:
     """The gradients of gate and up, evaluated, from that of f(gate) * up."""
-    first, second = CURVES[activation]
     d_gate, d_up = _made(gate, 2)
+    if by is None:
+        _gate_vjp(activation, gate, up, dy, d_gate, d_up)
+        return d_gate, d_up
+    g, u, d, dg, du = (view(array).reshape(-1) for array in (gate, up, dy, d_gate, d_up))
+    by.activate(activation, g, du)
+    by.times(du, d, du)
+    by.times(u, d, dg)
+    by.slope(activation, g, dg, dg)
+    return d_gate, d_up
+
+
+@quiet
+def _gate_vjp(
+    activation: str,
+    gate: mx.array,
+    up: mx.array,
+    dy: mx.array,
+    d_gate: mx.array,
+    d_up: mx.array,
+) -> None:
+    first, second = CURVES[activation]
     for g, u, d, dg, du, s, t in _chunks(gate, up, dy, d_gate, d_up):
         _logistic(activation, g, s, t)
         np.multiply(g, s, out=du)  # f(g)
@@ -59,7 +88,6 @@ def gated_vjp(
         np.multiply(dg, u, out=dg)
         np.multiply(dg, d, out=dg)
         np.multiply(du, d, out=du)
-    return d_gate, d_up
 
 
 def gated_by(device: str, activation: str, gate: mx.array, up: mx.array) -> mx.array:
@@ -122,12 +150,14 @@ class GatedKernel:
         operation = run.operation(Gated)
         for values in lanes:
             gate, up = (values[name] for name in operation.inputs)
-            values[operation.outputs[0]] = gated(operation.activation, gate, up)
+            values[operation.outputs[0]] = gated(
+                operation.activation, gate, up, self.tools.arrays.library
+            )
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
         operation = run.operation(Gated)
         gate, up = (values[name] for name in operation.inputs)
         dy = values[f"~{operation.outputs[0]}"]
-        d_inputs = gated_vjp(operation.activation, gate, up, dy)
+        d_inputs = gated_vjp(operation.activation, gate, up, dy, self.tools.arrays.library)
         results = dict(zip(operation.inputs, d_inputs, strict=True))
         return {name: results[name] for name in run.instruction.wanted}

@@ -59,7 +59,8 @@ class LoraProducts:
                 if lora.observer is not None:
                     lora.observer(x)
                 given = self.dropped(x, self.mask(x, lora))
-                y = mx.addmm(y, (given @ lora.a) * lora.scale, lora.b)
+                through_a = self.through_a(given, lora)
+                y = self.matrices.arrays.add_matmul(y, through_a, lora.b)
                 del given
             self.matrices.arrays.settle(y)
             results.append(y)
@@ -90,9 +91,7 @@ class LoraProducts:
         for start, stop in matrices.ranges(matrix):
             for tile, lanes in matrices.as_seen(matrix, start, stop, moves):
                 for lane in lanes:
-                    part = tile.transposed_product(inputs[lane])
-                    arrays.put(outputs[lane], (slice(None), slice(start, stop)), part)
-                    del part
+                    tile.put_product(inputs[lane], outputs[lane], slice(start, stop))
                 del tile
         return outputs
 
@@ -112,9 +111,13 @@ class LoraProducts:
             del tile
         return outputs
 
+    def through_a(self, x: mx.array, lora: Lora) -> mx.array:
+        """s (x A) (T, r) for x (T, C)."""
+        return self.matrices.arrays.matmul(x, lora.a) * lora.scale
+
     def through_b(self, dy: mx.array, lora: Lora) -> mx.array:
         """s (dy B^T) (T, r) for dy (T, R), which dA and dx both use."""
-        return (dy @ lora.b.T) * lora.scale
+        return self.matrices.arrays.matmul(dy, lora.b.T) * lora.scale
 
     def backward_input(self, dy: mx.array, matrix: Matrix) -> mx.array:
         """dy W (T, C) for dy (T, R): dx without the adapter's part."""
@@ -123,12 +126,8 @@ class LoraProducts:
             return self._input_columns(dy, matrix)
         total = RowSum(matrices.arrays)
         for start, stop in matrices.ranges(matrix):
-            # contiguous: else every product with a column would make its own copy
-            whole = stop - start == matrix.rows
-            rows = (slice(None), slice(start, stop))
-            part = dy if whole else matrices.arrays.contiguous(dy, rows)
-            total.add(matrices.for_rows(part), matrices.tile(matrix, start, stop))
-            del part
+            rows = None if stop - start == matrix.rows else slice(start, stop)
+            total.add(matrices.for_rows(dy, rows), matrices.tile(matrix, start, stop))
         return total.result(matrix, matrices.products)
 
     def _input_columns(self, dy: mx.array, matrix: Matrix) -> mx.array:
@@ -153,7 +152,7 @@ class LoraProducts:
     ) -> mx.array:
         """dx with the adapter's part added, which follows from `through_b`."""
         if mask is None:
-            return mx.addmm(dx, dy_b, lora.a.T)
+            return self.matrices.arrays.add_matmul(dx, dy_b, lora.a.T)
         return dx + mask(dy_b @ lora.a.T)
 
     def backward_lora(
@@ -161,13 +160,13 @@ class LoraProducts:
     ) -> tuple[mx.array, mx.array]:
         """dA (C, r) and dB (r, R) for x (T, C), dy (T, R) and its `through_b`."""
         x = self.dropped(x, mask)
-        db = ((x @ lora.a) * lora.scale).T @ dy
+        db = self.matrices.arrays.matmul(self.through_a(x, lora).T, dy)
         return self.backward_a(x, dy_b), db
 
     def backward_a(self, x: mx.array, dy_b: mx.array) -> mx.array:
         """dA (C, r) for an input (T, C) of which values have been dropped, and its `through_b`."""
         # not x^T (T, r): threads of a BLAS would pack all of x between them
-        return mx.contiguous((dy_b.T @ x).T)
+        return mx.contiguous(self.matrices.arrays.matmul(dy_b.T, x).T)
 
     def mask(self, x: mx.array, lora: Lora) -> DropoutMask | None:
         """Which values of the input x (T, C) are dropped, evaluated; None without dropout."""

@@ -49,9 +49,10 @@ class _IntoAdapter:
         """Take in the gradient dg (T, w) of a slice's values."""
         if self.d_b is None:
             self.d_b = mx.zeros(self.lora.b.shape)
-        self.through_b = self.through_b + (dg @ self.lora.b[:, columns].T) * self.lora.scale
+        through_b = arrays.matmul(dg, self.lora.b[:, columns].T) * self.lora.scale
+        self.through_b = self.through_b + through_b
         arrays.settle(self.through_b, self.d_b)
-        arrays.put(self.d_b, (slice(None), columns), self.through_a.T @ dg)
+        arrays.put(self.d_b, (slice(None), columns), arrays.matmul(self.through_a.T, dg))
 
 
 @dataclass
@@ -68,7 +69,7 @@ class _Into:
         if self.bias is not None:
             y = y + self.bias[columns]
         if self.adapter is not None:
-            y = mx.addmm(y, self.adapter.through_a, self.adapter.lora.b[:, columns])
+            y = arrays.add_matmul(y, self.adapter.through_a, self.adapter.lora.b[:, columns])
         arrays.settle(y)
         return y
 
@@ -84,7 +85,7 @@ class _DownAdapter:
         """Add drop(a) A_s; returns drop(a)."""
         mask = self.mask(a, columns)
         a = a if mask is None else mask(a)
-        self.through_a = self.through_a + a @ self.lora.a[columns]
+        self.through_a = arrays.add_matmul(self.through_a, a, self.lora.a[columns])
         arrays.settle(self.through_a, a)
         return a
 
@@ -254,7 +255,7 @@ class _Mlp:
         if lora.observer is not None:
             lora.observer(x)
         mask = self.linear.mask(x, lora)
-        through_a = (self.linear.dropped(x, mask) @ lora.a) * lora.scale
+        through_a = self.linear.through_a(self.linear.dropped(x, mask), lora)
         through_b = mx.zeros(through_a.shape)
         self.tools.arrays.settle(through_a, through_b)
         return _IntoAdapter(lora, mask, through_a, through_b)
@@ -278,13 +279,14 @@ class _Mlp:
         """a (T, w) of a slice's gate and up, which are consumed."""
         gate, up = products
         products.clear()
-        return gated(self.operation.gated.activation, gate, up)
+        return gated(self.operation.gated.activation, gate, up, self.tools.arrays.library)
 
     def gated_vjp(self, products: list[mx.array], da: mx.array) -> list[mx.array]:
         """The gradients (T, w) of a slice's gate and up, which are consumed."""
         gate, up = products
         products.clear()
-        return [*gated_vjp(self.operation.gated.activation, gate, up, da)]
+        library = self.tools.arrays.library
+        return [*gated_vjp(self.operation.gated.activation, gate, up, da, library)]
 
     def finished(
         self,
@@ -300,7 +302,8 @@ class _Mlp:
         if adapter is not None:
             if adapter.lora.observer is not None and observed is not None:
                 adapter.lora.observer(observed)
-            y = mx.addmm(y, adapter.through_a * adapter.lora.scale, adapter.lora.b)
+            through_a = adapter.through_a * adapter.lora.scale
+            y = self.tools.arrays.add_matmul(y, through_a, adapter.lora.b)
         self.tools.arrays.settle(y)
         return y
 
@@ -361,7 +364,7 @@ class _DownBackward:
         assert self.adapter is not None and self.through_b is not None and self.d_a is not None
         arrays = self.mlp.tools.arrays
         dropped = self.adapter.add(a, columns, arrays)
-        arrays.put(self.d_a, columns, (self.through_b.T @ dropped).T)
+        arrays.put(self.d_a, columns, arrays.matmul(self.through_b.T, dropped).T)
 
     def input_gradient(self, columns: slice) -> mx.array:
         """The gradient (T, w) of a slice's values, evaluated."""
@@ -378,7 +381,8 @@ class _DownBackward:
         """Add the adapter's gradients."""
         if self.adapter is None or self.d_a is None:
             return
-        d_b = (self.adapter.through_a * self.adapter.lora.scale).T @ self.dy.x
+        through_a = self.adapter.through_a * self.adapter.lora.scale
+        d_b = self.mlp.tools.arrays.matmul(through_a.T, self.dy.x)
         pair, self.d_a = (self.d_a, d_b), None
         self.mlp.tools.arrays.settle(pair)
         accumulate(gradients, {self.mlp.down_product.name: pair}, self.mlp.tools.arrays)

@@ -29,6 +29,7 @@ GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its fil
 LEAST_CONTEXT = 64  # tokens; a shorter context is not proposed
 DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
+LOADED_BYTES = 2_200_000  # of oneDNN, which float32 loads only where a plan uses it
 PRODUCTS_BYTES = 2_500_000  # oneDNN's code for all shapes that are multiplied, and its scratchpad
 THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
@@ -124,6 +125,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     cached_bytes: Natural = 0  # of the key-value cache
     materialized_head: bool = False  # whether the head's matrix stays dequantized too
     compute_dtype: str = "float32"  # of products with frozen weights
+    onednn: bool = False  # whether that library multiplies
 
     @property
     def sizes(self) -> Sizes:
@@ -137,6 +139,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             self.keeps_mlps,
             self.chunk_rows,
             self.evaluation,
+            self.onednn,
         )
 
     @property
@@ -297,6 +300,7 @@ class Planner:
             context=request.context,
             cached_bytes=lowered.cached_bytes,
             compute_dtype=self.machine.compute_dtype,
+            onednn=lowered.execution.onednn,
         )
 
     def peak_of(self, plan: Plan, request: Request, demand: Demand) -> int:
@@ -313,7 +317,7 @@ class Planner:
         """
 
         def choices(sizes: Sizes) -> tuple[object, ...]:
-            tiles = (sizes.tile_values, sizes.attention_block)
+            tiles = (sizes.tile_values, sizes.attention_block, sizes.onednn)
             return (*tiles, sizes.materialize_blocks, sizes.evaluation)
 
         ways = (BLOCK, *self._all_levels(request, demand))
@@ -361,11 +365,14 @@ class Planner:
         """Bytes of the process with its BLAS, opened graphs and prefetch thread."""
         blas = self.machine.blas
         panel = min(blas.panel_bytes, model.execution.largest_tile_bytes())
-        nbytes = self.machine.process_bytes + blas.threads * panel
-        if blas.threads > 1:
-            nbytes += model.packed_rows * blas.row_bytes
-        if self.machine.compute_dtype != "float32":
-            nbytes += PRODUCTS_BYTES
+        nbytes = self.machine.process_bytes
+        if model.execution.onednn:  # the BLAS has one thread
+            loaded = self.machine.compute_dtype == "bfloat16"
+            nbytes += panel + PRODUCTS_BYTES + (0 if loaded else LOADED_BYTES)
+        else:
+            nbytes += blas.threads * panel
+            if blas.threads > 1:
+                nbytes += model.packed_rows * blas.row_bytes
         nbytes += model.graph_file_bytes() * GRAPH_FACTOR
         if request.prefetch:
             nbytes += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes)
@@ -412,7 +419,9 @@ class Planner:
             return (PAPER,)
         levels = LEVELS if self.machine.packed else LEVELS[DEQUANTIZED_FROM:]
         if request.layout == "whole":
-            return tuple(replace(level, slices=False) for level in levels)
+            levels = tuple(replace(level, slices=False) for level in levels)
+        if self.machine.onednn:
+            return (*(replace(level, onednn=True) for level in levels), *levels)
         return levels
 
     def _least(self, request: Request, demand: Demand) -> int:

@@ -14,8 +14,9 @@ from runtime.bundle.store import Bundle, open_bundle
 from runtime.core.notes import Note, silent
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
-from runtime.machine.backend import limit_memory, use_device
+from runtime.machine.backend import limit_memory, load_onednn, use_device
 from runtime.machine.glibc import place_values, trim_heap
+from runtime.machine.onednn import share_cores
 from runtime.plan.lower import LoweredModel, lower
 from runtime.plan.plan import Plan, choose_bucket
 from runtime.run.traced_graphs import with_graphs
@@ -100,6 +101,9 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
     the weights that stay dequantized before anything else is allocated.
     """
     use_device(bundle.manifest.device)
+    if plan.onednn:
+        load_onednn()
+    share_cores(plan.onednn)
     live_bytes = max(0, plan.active_bytes - plan.value_bytes)
     limit_memory(bundle.manifest.device, live_bytes, plan.cache_bytes)
     mx.clear_cache()

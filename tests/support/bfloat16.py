@@ -12,12 +12,13 @@ from runtime.engine import model
 from runtime.machine import backend
 from runtime.machine.backend import load_onednn
 from runtime.machine.onednn import OneDnn
+from runtime.run import session
 
 
-def require_onednn() -> OneDnn:
-    """oneDNN; the test is skipped where it is not installed, or the processor lacks it."""
+def require_onednn(dtype: str = "bfloat16") -> OneDnn:
+    """oneDNN; the test is skipped where it is not installed, or does not multiply this type."""
     try:
-        return load_onednn()
+        return load_onednn("--compute-dtype bfloat16" if dtype == "bfloat16" else "")
     except UsageError as reason:
         pytest.skip(str(reason))
 
@@ -32,4 +33,5 @@ def with_rounded_products(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(compute_dtype, arrays)
 
     monkeypatch.setattr(model, "products_for", products_for)
-    monkeypatch.setattr(backend, "load_onednn", lambda: None)
+    for module in (backend, model, session):
+        monkeypatch.setattr(module, "load_onednn", lambda *_: None)

@@ -1,4 +1,4 @@
-"""Products in bfloat16: oneDNN against NumPy's rounding, and whole gradients against float64."""
+"""Products by oneDNN against MLX's of the same factors, and whole gradients against float64."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from oracles import whole_model as reference
 from oracles.bfloat16 import ROUNDING, RoundedProducts, nearest
 from support.bfloat16 import require_onednn, with_rounded_products
 from support.bundles import Rng, Tiny
-from support.models import adapters_of, mebp, model_of, rows_of
+from support.models import CLOSE, adapters_of, mebp, model_of, rows_of
 
 from runtime.arrays.arrays import CpuArrays
-from runtime.arrays.products import Bfloat16Products, Products, products_for
+from runtime.arrays.products import Float32Products, OneDnnProducts, Products, products_for
 from runtime.arrays.weight_source import FloatTile, QuantizedTile, Tile
 from runtime.core.errors import UsageError
 from runtime.machine import onednn
@@ -25,6 +25,7 @@ from runtime.machine.onednn import SHAPES, OneDnn
 # Relative errors of gradients: 4.0 to 5.4 times the most of one rounding in 48 draws of these
 # models. Factors' errors are independent, and some dozens lie between an adapter and the loss.
 ON_THE_WAY = 10 * ROUNDING
+HALF = "--compute-dtype bfloat16"
 SUMMED = 1e-6  # by which sums in float32 in another order differ, of random values
 
 
@@ -61,10 +62,11 @@ TILES: dict[str, tuple[int, Callable[[Rng], Tile]]] = {
 
 
 @pytest.mark.parametrize("kind", TILES)
-def test_products_are_those_of_rounded_factors(library: OneDnn, rng: Rng, kind: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_are_those_of_the_same_factors(rng: Rng, kind: str, dtype: str) -> None:
     bits, draw = TILES[kind]
-    tile, ours = draw(rng), Bfloat16Products(library)
-    oracle = RoundedProducts(CpuArrays())
+    tile, ours = draw(rng), OneDnnProducts(CpuArrays(require_onednn(dtype)), dtype)
+    oracle = (RoundedProducts if dtype == "bfloat16" else Float32Products)(CpuArrays())
     columns, tokens = ours.dequantize(tile, bits), int(rng.integers(1, 60))
     rows, width = columns[0].shape
     x, dy = random(rng, tokens, width), random(rng, tokens, rows)
@@ -76,15 +78,20 @@ def test_products_are_those_of_rounded_factors(library: OneDnn, rng: Rng, kind: 
         for part, column in zip(by.split(x, bits), columns, strict=True):
             y = by.by_columns(part, column, y)
         parts = [by.by_rows(by.whole(dy), column, None) for column in columns]
-        return [y, by.join(parts, bits)]
+        wide = mx.zeros((tokens, rows + 3))
+        mx.eval(wide)
+        by.put(wide, slice(1, rows + 1), by.split(x, bits), columns)
+        return [y, by.join(parts, bits), wide]
 
+    part = slice(int(rng.integers(rows)), rows)
+    assert mx.array_equal(ours.columns(dy, part), dy[:, part])
     found = products(ours, columns)
     for one, other in zip(found, products(oracle, oracle.dequantize(tile, bits)), strict=True):
         assert reference.relative_error(one, other) <= SUMMED
 
 
 def test_rounding_is_to_the_nearest_with_ties_to_even(library: OneDnn, rng: Rng) -> None:
-    ours = Bfloat16Products(library)
+    ours = OneDnnProducts(CpuArrays(library), "bfloat16")
     bits = rng.integers(0x00800000, 0x7F000000, (50, 30)).astype(np.uint32)  # normal numbers
     bits[:25] &= 0xFFFF8000  # half of them ties, or exact
     x = mx.array(bits.view(np.float32))
@@ -96,7 +103,7 @@ def test_rounding_is_to_the_nearest_with_ties_to_even(library: OneDnn, rng: Rng)
 
 
 def test_more_shapes_than_are_kept_change_nothing(library: OneDnn, rng: Rng) -> None:
-    ours = Bfloat16Products(library)
+    ours = OneDnnProducts(CpuArrays(library), "bfloat16")
     w = ours.whole(random(rng, 8, 16))
     factors = [ours.whole(random(rng, tokens, 16)) for tokens in range(1, SHAPES + 9)]
     first, again = ([np.array(ours.by_columns(x, w, None)) for x in factors] for _ in range(2))
@@ -141,9 +148,24 @@ def test_gradients_lie_within_rounding_of_float64(
     assert max(errors(ours, oracle)) <= max(errors(oracle, exact))
 
 
+@pytest.mark.parametrize("slices", [True, False])
+def test_gradients_in_float32_are_those_of_autograd(
+    tiny: Tiny, rng: Rng, tmp_path: Path, slices: bool
+) -> None:
+    require_onednn("float32")
+    bundle = tiny("gemma3" if slices else "qwen2", "mixed")
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    dense = reference.dense_model(bundle, adapters)
+    _, expected = reference.gradients(dense, [(row.tokens, row.scored) for row in rows])
+    model = model_of(bundle, 32, slices=slices, onednn=True)
+    _, found = mebp(model, adapters, rows, tmp_path)
+    for name, value in expected.items():
+        assert reference.relative_error(found[name], value) <= CLOSE
+
+
 def test_what_is_asked_for_is_taken_or_refused() -> None:
-    def missing() -> OneDnn:
-        raise UsageError("--compute-dtype bfloat16 is not here; give float32")
+    def missing(why: str) -> OneDnn:
+        raise UsageError(f"{why} is not here; give float32")
 
     assert choose("float32", "gpu", True, missing).name == "float32"
     for asked, device, packed, reason in (
@@ -165,13 +187,13 @@ def test_a_processor_without_bfloat16_and_a_missing_library_are_refused(
     monkeypatch.setattr(onednn.sys, "platform", "linux")
     monkeypatch.setattr(onednn.platform, "machine", lambda: "x86_64")
     with pytest.raises(UsageError, match=r"this processor has no products of bfloat16"):
-        onednn.load(1, {"avx512f", "avx2"})
+        onednn.load(1, {"avx512f", "avx2"}, HALF)
     monkeypatch.setattr(onednn, "LIBRARY", "libdnnl-that-nobody-has.so")
-    with pytest.raises(UsageError, match=r"pip install 'ondevice-tune\[bfloat16\]'"):
-        onednn.load(1, {"avx512_bf16"})
+    with pytest.raises(UsageError, match=r"pip install 'ondevice-tune\[onednn\]'"):
+        onednn.load(1, {"avx512_bf16"}, HALF)
     monkeypatch.setattr(onednn.platform, "machine", lambda: "arm64")
     with pytest.raises(UsageError, match=r"is built for Linux on x86-64, and this is"):
-        onednn.load(1, {"avx512_bf16"})
+        onednn.load(1, {"avx512_bf16"}, HALF)
 
 
 def test_float32_needs_no_library() -> None:
