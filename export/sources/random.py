@@ -85,9 +85,8 @@ def _gemma4(
         "model_type": "gemma4_text", "hidden_size": hidden, "intermediate_size": inner,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
         "head_dim": 256, "global_head_dim": 512, "num_kv_shared_layers": shared,
-        "layer_types": (
-            ["sliding_attention"] * 4 + ["full_attention"]
-        ) * (layers // 5), "sliding_window": 512, "use_double_wide_mlp": True,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * (layers // 5),
+        "sliding_window": 512, "use_double_wide_mlp": True,
         "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
         "vocab_size": 262144, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
         "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
@@ -215,12 +214,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # two layers with keys and values of their own, and one of each kind that shares them
     "tiny-gemma4": {
-        **_gemma4(128, 192, 5, 4, 2, 2),
+        **_gemma4(128, 192, 4, 4, 2, 2),
         **_TINY,
-        "layer_types": [
-            *("sliding_attention", "full_attention"),
-            *("sliding_attention", "sliding_attention", "full_attention"),
-        ],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
         "head_dim": 32,
         "global_head_dim": 64,
         "sliding_window": 16,

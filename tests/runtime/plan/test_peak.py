@@ -85,9 +85,14 @@ def test_graphs_allocate_what_their_workspace_says(tiny: Tiny, rng: Rng, family:
         assert found.most >= 0.7 * expected or not exact
 
 
-def hidden(rng: Rng, model: Model) -> mx.array:
-    shape = (1, model.bucket, model.bundle.manifest.hidden_size)
-    x = mx.array(rng.standard_normal(shape).astype(np.float32))
+def hidden(rng: Rng, model: Model, index: int = 1, returned: bool = False) -> mx.array:
+    """What block `index` takes or returns, with the numbers of tokens that may go along."""
+    manifest = model.bundle.manifest
+    of = manifest.block_types[manifest.blocks[index].type]
+    columns = int(of.values[of.output if returned else of.input][-1])
+    values = rng.standard_normal((1, model.bucket, columns)).astype(np.float32)
+    values[..., manifest.hidden_size : manifest.hidden_size + 1] = 3
+    x = mx.array(values)
     mx.eval(x)
     return x
 
@@ -118,7 +123,7 @@ def check(found: Allocated, peaks: PeakModel, expected: int) -> None:
 
 @pytest.mark.parametrize(
     ("family", "layouts", "lora"),
-    [*pairs(CASES, LORAS), (*WITH_EXPERTS, {}), *((family, "", {}) for family in MIXERS)],
+    [*pairs(CASES, LORAS), (*WITH_EXPERTS, {}), *((f, "", {}) for f in (*MIXERS, "gemma4"))],
     ids=str,
 )
 def test_a_backward_pass_allocates_what_the_plan_says(
@@ -134,12 +139,12 @@ def test_a_backward_pass_allocates_what_the_plan_says(
         for index, block in enumerate(model.blocks[1:-1], start=1):
             loras = dropout.of_row(block, adapters.loras(block), 0)
             with found.watching():
-                model.forward(block, hidden(rng, model), loras)
+                model.forward(block, hidden(rng, model, index), loras)
             if index < model.lowered.first_adapted:
                 assert peaks.block(index, 1).backward_bytes == 0
                 continue
             with found.watching():
-                x, dy = hidden(rng, model), hidden(rng, model)
+                x, dy = (hidden(rng, model, index, returned) for returned in (False, True))
                 result = model.backward(block, x, dy, loras)
                 del x, dy
                 mx.eval(result)
@@ -148,7 +153,9 @@ def test_a_backward_pass_allocates_what_the_plan_says(
         check(found, peaks, most_alive(peaks, 1) + gradients)
 
 
-@pytest.mark.parametrize(("family", "layouts"), [*STORED_IN_TURN, *FLOATS, WITH_EXPERTS])
+@pytest.mark.parametrize(
+    ("family", "layouts"), [*STORED_IN_TURN, *FLOATS, WITH_EXPERTS, ("gemma4", "")]
+)
 def test_mezos_forwards_allocate_what_the_plan_says(
     tiny: Tiny, rng: Rng, family: str, layouts: str
 ) -> None:
@@ -158,9 +165,9 @@ def test_mezos_forwards_allocate_what_the_plan_says(
         adapters = adapters_of(bundle, rng)
         mx.eval(adapters.tensors)
         found = Allocated()
-        for block in model.blocks[1:-1]:
+        for index, block in enumerate(model.blocks[1:-1], start=1):
             with found.watching():
-                xs = [hidden(rng, model) for _ in range(lanes)]
+                xs = [hidden(rng, model, index) for _ in range(lanes)]
                 model.forward_lanes(block, xs, [adapters.loras(block)] * lanes)
         check(found, peaks, most_alive(peaks, lanes))
 

@@ -203,7 +203,11 @@ def whole(bundle: Path, shared: Shared) -> Path:
 @pytest.mark.parametrize("method", ["mebp", pytest.param("mezo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_5", *(pytest.param(f, marks=pytest.mark.slow) for f in MIXERS if f != "qwen3_5")],
+    [
+        "gemma4",
+        "qwen3_5",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in MIXERS if f != "qwen3_5"),
+    ],
 )
 def test_runs_of_other_mixers_go_on_to_the_same_bytes(
     tiny: Tiny, tmp_path: Path, family: str, method: str

@@ -1,0 +1,55 @@
+"""Our class of Gemma 4 against mlx-lm's own, whose tensors it takes."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma4_text
+
+from export.sources import gemma4
+from export.sources.general import whole_tensors
+
+SIZES = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "vocab_size": 320},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32},
+    **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 320},
+    **{"sliding_window": 16, "sliding_window_pattern": 3, "num_kv_shared_layers": 3},
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_kv_shared_layers": 0, "final_logit_softcapping": None},
+        {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+    ],
+    ids=str,
+)
+def test_logits_and_gradients_are_mlx_lms(seed: int, changes: dict[str, object]) -> None:
+    mx.random.seed(seed)
+    args = gemma4.ModelArgs(**{**SIZES, **changes})
+    theirs, ours = gemma4_text.Model(args), gemma4.Model(args)
+    weights = {
+        name: value + 0.1 * mx.random.normal(value.shape)
+        for name, value in tree_flatten(theirs.parameters())
+    }
+    theirs.load_weights(list(weights.items()))
+    ours.load_weights(list(ours.sanitize(weights).items()))
+    tokens = mx.random.randint(0, 320, (1, 40))
+
+    def loss(model: nn.Module) -> mx.array:
+        logits = model(tokens)[0]
+        return nn.losses.cross_entropy(logits[:-1], tokens[0, 1:]).mean()
+
+    assert mx.allclose(ours(tokens), theirs(tokens), 1e-5, 1e-5)
+    found, expected = (
+        dict(tree_flatten(nn.value_and_grad(model, loss)(model)[1])) for model in (ours, theirs)
+    )
+    for name in expected.keys() & found.keys():
+        if "embed_tokens" not in name:
+            error = mx.linalg.norm(found[name] - expected[name])
+            assert error <= 1e-4 * mx.linalg.norm(expected[name]) + 1e-7, name
+    assert expected.keys() - found.keys() == whole_tensors(ours).keys()
