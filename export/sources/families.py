@@ -8,17 +8,20 @@ original library. A setting that mlx-lm would silently ignore is refused by name
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
 from export.sources.general import (
     arguments_of,
+    check_sizes,
+    flat,
+    is_finite,
     model_class,
     model_classes,
     model_module,
     normalised,
+    settings_class,
     text_family,
     text_settings,
 )
@@ -27,7 +30,6 @@ from export.sources.windows import (
     FULL,
     SLIDING,
     check_windows,
-    gemma_windows,
     layer_types,
     unlike_full,
     window_of,
@@ -35,8 +37,6 @@ from export.sources.windows import (
 from runtime.core.errors import BundleError, UsageError
 
 TEXT_TYPES = {"qwen3_5_text": "qwen3_5"}  # whose module has the text model's class too
-# classes of transformers that load a family's fused checkpoints, where its own table has another
-_CLASSES = {"gemma3_text": "Gemma3ForCausalLM"}
 # transformers' names of tensors -> mlx-lm's, where its class has no `sanitize` that renames them
 NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "gpt2": (("transformer.", ""),),
@@ -62,54 +62,26 @@ _OF_MLX_LM = {
 # the weight with which a norm scales by 1, where it is not 1: Gemma multiplies by 1 + w
 NORM_NEUTRAL = dict.fromkeys(("gemma", "gemma2", "gemma3_text", "nemotron"), 0.0)
 
+_LISTED = ("qwen2", "qwen3", "llama", "gemma3_text")  # families whose settings are listed
+# settings for which their classes may know transformers' default alone
+_AS_BY_DEFAULT = (
+    *("hidden_act", "hidden_activation", "attention_bias", "use_bidirectional_attention"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
+)
 _OF_ALL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1),
     "rope_traditional": (None, False),  # mlx-lm's: turns neighbours, and no halves
     "is_causal": (None, True),
     "per_layer_config": (None, {}),  # other settings for some layers, as transformers 5 reads them
 }
-_SILU: dict[str, tuple[Any, ...]] = {"hidden_act": (None, "silu"), **_OF_ALL}
-# settings for which the model classes know only these values (None: absent)
-FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "qwen2": _SILU,
-    "qwen3": _SILU | {"attention_bias": (None, False)},
-    "llama": _SILU,
-    "gemma3_text": {
-        "hidden_activation": (None, "gelu_pytorch_tanh"),
-        "attention_bias": (None, False),
-        "attn_logit_softcapping": (None,),
-        "final_logit_softcapping": (None,),
-        "use_bidirectional_attention": (None, False),
-        **_OF_ALL,
-    },
-}
-# what transformers takes where a configuration leaves a setting out; mlx-lm takes others in places
-_QWEN = {
-    "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 32768,
-    "num_key_value_heads": 32, "vocab_size": 151936, "use_sliding_window": False,
-    "sliding_window": 4096, "max_window_layers": 28,
-}  # fmt: skip
-LEFT_OUT: dict[str, dict[str, Any]] = {
-    "qwen2": _QWEN,
-    "qwen3": {**_QWEN, "head_dim": 128},
-    "llama": {
-        "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 2048,
-        "vocab_size": 32000,
-    },
-    "gemma3_text": {
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-        "max_position_embeddings": 131072, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-        "vocab_size": 262208,
-    },
-}  # fmt: skip
-# which parts of a head are turned by a place in an image, which for text is the position
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+# settings for which mlx-lm has another default than transformers, in places
+_LEFT_OUT = (
+    *("num_attention_heads", "head_dim", "vocab_size", "use_sliding_window", "max_window_layers"),
+    *("max_position_embeddings", "rms_norm_eps", "query_pre_attn_scalar", "hidden_size"),
+    *("intermediate_size", "num_hidden_layers"),
+)
 _MEANS_NONE = ("num_key_value_heads", "sliding_window")  # null there is no other way to leave out
-
-_SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
 _NUMBERS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")
-_MAX_LAYERS = 1024
 
 
 def check_architecture(raw: dict[str, Any], where: str) -> str:
@@ -153,37 +125,32 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
     config = text_config(raw, where)
     if not has_list(family, config["model_type"]):
         return normalised(config, family, where, has_lm_head)
-    for key, value in LEFT_OUT.get(family, {}).items():
+    for key, value in _left_out(family).items():
         if key not in config or (config[key] is None and key not in _MEANS_NONE):
             config[key] = value
     config["model_type"] = family
-    if wrong := next(_not_finite(config), None):
-        raise BundleError(f"{where}: {wrong}, not a finite number")
-    for key, allowed in FIXED[family].items():
+    if wrong := [f"{key} is {value}" for key, value in config.items() if not is_finite(value)]:
+        raise BundleError(f"{where}: {wrong[0]:.80}, not a finite number")
+    check_sizes(config, where, config.get("num_hidden_layers"))
+    check_windows(family, config, where)
+    if family == "gemma3_text":
+        _gemma_rope(config, where)
+    config = flat(config, family, where)
+    if config["rope_scaling"] is None:
+        del config["rope_scaling"]
+    fixed = fixed_settings(family)
+    if family == "qwen2":  # whose class does not read it
+        fixed["head_dim"] = (None, config["hidden_size"] // config["num_attention_heads"])
+    for key, allowed in fixed.items():
         if config.get(key) not in allowed:
             raise BundleError(
                 f"{where}: {key} = {config[key]!r} is not supported for {family}; supported is "
                 f"{' or '.join(repr(value) for value in allowed if value is not None) or 'none'}"
             )
-    for key in _SIZES:
-        value = config.get(key)
-        if not isinstance(value, int) or value < 1:
-            raise BundleError(f"{where}: {key} must be a positive integer, is {value!r}")
-    if config["num_hidden_layers"] > _MAX_LAYERS:
-        raise BundleError(
-            f"{where}: num_hidden_layers is {config['num_hidden_layers']}; at most {_MAX_LAYERS} "
-            "are supported"
-        )
     if config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = config["num_attention_heads"]
-    if family == "gemma3_text":
-        gemma_windows(config, where)
-    else:
-        check_windows(family, config, where)
     if has_lm_head or config.get("tie_word_embeddings") is None:
         config["tie_word_embeddings"] = not has_lm_head
-    _check_head_dim(family, config, where)
-    _flatten_rope(family, config, where)
     for key in _NUMBERS:
         if key in config and (type(config[key]) not in (int, float) or config[key] <= 0):
             raise BundleError(f"{where}: {key} must be a positive number, is {config[key]!r:.40}")
@@ -192,7 +159,24 @@ def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, 
 
 def has_list(family: str, model_type: str) -> bool:
     """Whether the settings of a model type are listed here, and not found by tracing."""
-    return family in FIXED and model_type == family
+    return family in _LISTED and model_type == family
+
+
+def fixed_settings(family: str) -> dict[str, tuple[Any, ...]]:
+    """Of a family with a list: the settings of which its class knows but these values."""
+    known, theirs = arguments_of(family), settings_class(family)
+    fixed = [key for key in _AS_BY_DEFAULT if key not in known and hasattr(theirs, key)]
+    return {**{key: (None, getattr(theirs, key)) for key in fixed}, **_OF_ALL}
+
+
+def _left_out(family: str) -> dict[str, Any]:
+    """What transformers takes where a configuration of a family leaves a setting out."""
+    theirs = settings_class(family)
+    bases = theirs.default_theta
+    bases = bases if isinstance(bases, dict) else {"global": bases}
+    found = {key: getattr(theirs, key, None) for key in (*_LEFT_OUT, *_MEANS_NONE)}
+    found |= {"rope_theta": bases["global"], "rope_local_base_freq": bases.get("local")}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def completed_config(family: str, config: dict[str, Any], where: str = "config") -> dict[str, Any]:
@@ -202,12 +186,9 @@ def completed_config(family: str, config: dict[str, Any], where: str = "config")
     """
     build_model(family, config, where)
     arguments = model_classes(family, where)[1].from_dict(deepcopy(config))
-    defaults = {
-        key: value
-        for key, value in vars(arguments).items()
-        if isinstance(value, bool | int | float | str)
-    }
-    return {**config, **{key: value for key, value in defaults.items() if key not in config}}
+    defaults = vars(arguments).items()
+    plain = {key: value for key, value in defaults if isinstance(value, bool | int | float | str)}
+    return {**plain, **config}
 
 
 def transformers_config(family: str, config: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -223,29 +204,21 @@ def transformers_config(family: str, config: dict[str, Any], dtype: str) -> dict
     }
     for name in _OF_MLX_LM.get(family, ()):
         settings.pop(name, None)
-    if family == "gemma3_text":
-        pattern = settings["sliding_window_pattern"]
+    if pattern := settings.get("sliding_window_pattern"):
         settings["layer_types"] = layer_types(pattern, settings["num_hidden_layers"])
-    if isinstance(pattern := settings.get("sliding_window_pattern"), str):  # mlx-lm's: LLLG
-        letters = (pattern * settings["num_hidden_layers"])[: settings["num_hidden_layers"]]
-        settings["layer_types"] = [FULL if letter == "G" else SLIDING for letter in letters]
-        del settings["sliding_window_pattern"]
+        if isinstance(pattern, str):
+            del settings["sliding_window_pattern"]
     # transformers reads the first name up to 4.55, and both after that
     types = {"torch_dtype": dtype, "dtype": dtype}
-    known = _CLASSES.get(family) or model_class(family)
-    named = {"architectures": [known] if known else []}
+    named = {"architectures": [name for name in (model_class(family),) if name]}
+    whole = {**named, **settings, **types}
     text_type = next((text for text, outer in TEXT_TYPES.items() if outer == family), None)
     if text_type is None:
-        return {**named, **settings, **types}
-    tied = settings["tie_word_embeddings"]  # mlx-lm knows no other name of the text model's type
+        return whole
     text = {**settings, "model_type": text_type, **types}
-    return {
-        **named,
-        "model_type": family,
-        "text_config": text,
-        "tie_word_embeddings": tied,
-        **types,
-    }
+    # mlx-lm knows no other name of the text model's type
+    outside = {key: whole[key] for key in (*named, "model_type", "tie_word_embeddings", *types)}
+    return {**outside, "text_config": text}
 
 
 def build_model(family: str, config: dict[str, Any], where: str = "config") -> Any:
@@ -278,15 +251,9 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
         if config.get("tie_word_embeddings", True):
             own.pop("lm_head.weight", None)
         model.sanitize(own)
-    model.update(tree_unflatten([(name, one[None]) for name, one in _numbers(model).items()]))
+    numbers = [(name, one[None]) for name, one in tree_flatten(model.parameters()) if not one.ndim]
+    model.update(tree_unflatten(numbers))
     return model
-
-
-def _numbers(model: Any) -> dict[str, Any]:
-    """The parameters of one of mlx-lm's models that are single numbers, by name."""
-    from mlx.utils import tree_flatten
-
-    return {name: value for name, value in tree_flatten(model.parameters()) if not value.ndim}
 
 
 def stored_numbers(family: str, config: dict[str, Any]) -> set[str]:
@@ -294,11 +261,12 @@ def stored_numbers(family: str, config: dict[str, Any]) -> set[str]:
 
     mlx-lm's class takes both as numbers: its `sanitize` makes them of vectors.
     """
-    import mlx.core as mx
+    from mlx.utils import tree_flatten
 
     module = model_module(family)
     model = module.Model(module.ModelArgs.from_dict(config))
-    vectors = {name: mx.zeros((1,)) for name in _numbers(model)}
+    parameters = tree_flatten(model.parameters())
+    vectors = {name: value[None] for name, value in parameters if not value.ndim}
     if vectors and hasattr(model, "sanitize"):
         vectors = model.sanitize(vectors)
     return {name for name, value in vectors.items() if value.ndim}
@@ -331,16 +299,6 @@ def experts_of(model: Any) -> set[str]:
     return {f"{path}.weight" for path, one in modules if type(one).__name__ == "SwitchLinear"}
 
 
-def _not_finite(value: Any, name: str = "") -> Iterator[str]:
-    """The names of numbers that are not finite, as JSON's 1e999, with their values."""
-    if isinstance(value, float) and not math.isfinite(value):
-        yield f"{name} is {value}"
-    if isinstance(value, dict | list):
-        inside = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, inner in inside:
-            yield from _not_finite(inner, f"{name}.{key}" if name else str(key))
-
-
 def text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """The settings of the text half of a model that sees or hears; those of others whole."""
     if not isinstance(raw.get("text_config"), dict) and "num_hidden_layers" in raw:
@@ -350,9 +308,6 @@ def text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
     text = text_settings(raw, where)
     if text is None or "text_config" in arguments_of(check_architecture(raw, where)):
         return dict(raw)  # in the second case mlx-lm has no class of its own for the text model
-    for key in ("rope_parameters", "rope_scaling"):
-        if isinstance(scope := text.get(key), dict):
-            text[key] = {name: value for name, value in scope.items() if name not in _OF_IMAGES}
     return text | {key: raw[key] for key in ("vocab_size", "tie_word_embeddings") if key in raw}
 
 
@@ -362,15 +317,14 @@ def check_lengths(family: str, config: dict[str, Any], lengths: Sequence[int]) -
     Two settings are accepted because no sequence is longer than max_position_embeddings: windows
     that are as wide, and longrope within its original length.
     """
-    scaling = config.get("rope_scaling") or {}
+    scaling, whole = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     limits = {}
-    whole = config.get("rope_parameters") or {}
     if whole.get("llama_4_scaling_beta"):  # counts positions, which go on in packed rows
         limits[f"llama_4_scaling_beta with {ORIGINAL_LENGTH}"] = whole[ORIGINAL_LENGTH]
-    if family in FIXED and scaling.get("short_factor") != scaling.get("long_factor"):
+    if family in _LISTED and scaling.get("short_factor") != scaling.get("long_factor"):
         limits[f"longrope with {ORIGINAL_LENGTH}"] = scaling[ORIGINAL_LENGTH]
     has_windows = family == "gemma3_text" or (family == "llama" and config.get("layer_types"))
-    if family in FIXED and not has_windows and unlike_full(config):
+    if family in _LISTED and not has_windows and unlike_full(config):
         limits["sliding_window"] = window_of(config)
     for name, longest in limits.items():
         if max(lengths) > longest:
@@ -380,62 +334,25 @@ def check_lengths(family: str, config: dict[str, Any], lengths: Sequence[int]) -
             )
 
 
-def _check_head_dim(family: str, config: dict[str, Any], where: str) -> None:
-    """Raise BundleError for a width of heads that Qwen 2's class in mlx-lm does not read."""
-    implied, given = config["hidden_size"] // config["num_attention_heads"], config.get("head_dim")
-    if family == "qwen2" and given not in (None, implied):
-        raise BundleError(
-            f"{where}: head_dim = {given!r} is not supported for qwen2; supported is hidden_size / "
-            f"num_attention_heads, {implied}"
-        )
+def _gemma_rope(config: dict[str, Any], where: str) -> None:
+    """Set "rope_scaling" for the global layers, and "rope_local_base_freq", the others' base.
 
-
-def _flatten_rope(family: str, config: dict[str, Any], where: str) -> None:
-    """Set "rope_theta" and "rope_scaling", which transformers 5 nests in "rope_parameters".
-
-    For Gemma they are nested once more, by type of layer, and a "rope_scaling" is of the global
-    ones. A base that is nested counts, as there.
+    transformers 5 has both in "rope_parameters", by type of layer, and a "rope_scaling" is of the
+    global ones. Raises BundleError for settings that it reads for no layer, or otherwise.
     """
-    nested = config.pop("rope_parameters", None) or {}
-    scope = config.get("rope_scaling") or {}
-    lengths = dict(config)
-    if family == "gemma3_text":
-        lengths.pop(ORIGINAL_LENGTH, None)  # counts inside of a scaling alone
-        scope = _gemma_rope(nested, scope, config, where)
-    else:
-        scope = scope or nested
-    if scope.get("rope_theta") is not None:
-        config["rope_theta"] = scope["rope_theta"]
-    config["rope_scaling"] = checked_scaling(scope, lengths, where)
-    for key in ("rope_theta", "rope_local_base_freq", "rope_scaling"):
-        if key in config and config[key] is None:
-            del config[key]
-
-
-def _gemma_rope(
-    nested: dict[str, Any], scaling: dict[str, Any], config: dict[str, Any], where: str
-) -> dict[str, Any]:
-    """The settings of the global layers; sets "rope_local_base_freq", the base of the others.
-
-    Raises BundleError for settings that transformers reads for no layer, or otherwise.
-    """
-    flat = [key for key, value in nested.items() if key not in (FULL, SLIDING) and value]
-    if flat:
-        raise BundleError(
-            f"{where}: rope_parameters has {', '.join(map(str, flat))}, which are not used beside "
-            f"{FULL} and {SLIDING}; put them into these"
-        )
-    whole = {**(nested.get(FULL) or {}), **scaling}
+    nested, scaling = config.pop("rope_parameters", None) or {}, config.get("rope_scaling") or {}
+    whole, local = {**(nested.get(FULL) or {}), **scaling}, nested.get(SLIDING) or {}
+    wrong = [str(key) for key, value in nested.items() if key not in (FULL, SLIDING) and value]
     if not whole.get("truncate", True):
-        raise BundleError(
-            f"{where}: truncate = {whole['truncate']!r} is not supported for gemma3_text, where "
-            "transformers does not read it"
-        )
-    local = nested.get(SLIDING) or {}
+        wrong.append(f"truncate = {whole['truncate']!r} in {FULL}")
     if local and checked_scaling(local, config, where) is not None:
+        wrong.append(f"a scaling in {SLIDING}")
+    if wrong:
         raise BundleError(
-            f"{where}: rope_parameters scales the positions of {SLIDING}, which is not supported"
+            f"{where}: rope_parameters has {', '.join(wrong)}, which transformers does not read "
+            f"there for gemma3_text, or which is not supported; delete it, or put it into {FULL}"
         )
+    config.pop(ORIGINAL_LENGTH, None)  # counts inside of a scaling alone
+    config["rope_scaling"] = whole
     if local.get("rope_theta") is not None:
         config["rope_local_base_freq"] = local["rope_theta"]
-    return whole

@@ -126,7 +126,7 @@ def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
     said = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        whole = transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(_decoded(raw))
+        whole = settings_class(raw["model_type"]).from_dict(_decoded(raw))
         made: dict[str, Any] = whole.to_dict()
     except (StrictDataclassError, LookupError) as e:
         raise ValueError(f"transformers refuses it: {e}") from e
@@ -200,13 +200,13 @@ def model_class(model_type: str) -> str | None:
 
 def settings_of(raw: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     """A configuration with what transformers takes where it leaves something out, and flat."""
-    return _flat(completed(raw) or dict(raw), family, where)
+    return flat(completed(raw) or dict(raw), family, where)
 
 
 def default_settings(model_type: str, family: str) -> dict[str, Any] | None:
     """What transformers takes where a configuration says nothing, flat; None without a class."""
     made = completed({"model_type": model_type})
-    return made and _flat(made, family, model_type)
+    return made and flat(made, family, model_type)
 
 
 def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) -> dict[str, Any]:
@@ -222,19 +222,12 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
             f"{where}: mlx-lm's {family} has no class of its own for the text model inside, which "
             "is not supported"
         )
-    if not isinstance(layers, int) or not 1 <= layers <= _MAX_LAYERS:
-        raise BundleError(
-            f"{where}: num_hidden_layers must be from 1 to {_MAX_LAYERS}, is {layers!r:.40}"
-        )
-    for key in ("vocab_size", "hidden_size"):
-        value = full.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise BundleError(f"{where}: {key} must be a positive integer, is {value!r:.40}")
+    check_sizes({key: full.get(key) for key in ("vocab_size", "hidden_size")}, where, layers)
     config = {
         key: value
         for key, value in full.items()
         if key in known or key in _KEPT
-        if (value is not None or "window" in key or "softcap" in key) and _is_finite(value)
+        if (value is not None or "window" in key or "softcap" in key) and is_finite(value)
     }
     config |= _others_needed(family, config, full)
     if "n_positions" in full:
@@ -243,11 +236,30 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
     if defaults.get(_TURNED[0]) is not None and _TURNED[0] in full:
         config.setdefault(_TURNED[0], full[_TURNED[0]])  # computed even where the class does not
     for key in defaults.keys() - config.keys() - known - _OTHERWISE:  # which transformers reads
-        if key in full and full[key] != defaults[key] and _is_finite(full[key]):
+        if key in full and full[key] != defaults[key] and is_finite(full[key]):
             config[key] = full[key]
     tied = full.get("tie_word_embeddings")
     config["tie_word_embeddings"] = not has_lm_head if has_lm_head or tied is None else tied
     return {**config, "model_type": family, "num_hidden_layers": layers}
+
+
+def check_sizes(config: Mapping[str, Any], where: str, layers: object) -> None:
+    """Raise BundleError for sizes of a configuration, or a number of layers, that make no sense."""
+    if type(layers) is not int or not 1 <= layers <= _MAX_LAYERS:
+        raise BundleError(
+            f"{where}: num_hidden_layers must be from 1 to {_MAX_LAYERS}, is {layers!r:.40}"
+        )
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
+        value = config.get(key, 1)
+        if value is not None and (type(value) is not int or value < 1):
+            raise BundleError(f"{where}: {key} must be a positive integer, is {value!r:.40}")
+
+
+def settings_class(model_type: str) -> Any:
+    """transformers' class of a type's settings."""
+    import transformers
+
+    return transformers.CONFIG_MAPPING[model_type]
 
 
 def known_name(key: str, known: Collection[str]) -> str:
@@ -275,12 +287,14 @@ def _others_needed(family: str, config: dict[str, Any], full: dict[str, Any]) ->
     return found
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     """Whether a manifest can hold a value; limits of time steps may be infinite."""
-    return all(map(_is_finite, value)) if isinstance(value, list | tuple) else value != math.inf
+    if isinstance(value, list | tuple | dict):
+        return all(map(is_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
-def _flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
+def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     """Settings with those of rotary positions under the names that mlx-lm's class has for them."""
     known = arguments_of(family)
     if full.get("layer_types"):

@@ -1,6 +1,6 @@
 """Which settings of a config.json are used, and which compute nothing; others are said or refused.
 
-The third list, of settings that must have a neutral value, is `FIXED` in families.py.
+The third list, of settings that must have a neutral value, is `fixed_settings` of families.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from export.sources.families import FIXED, has_list, text_config
+from export.sources.families import fixed_settings, has_list, text_config
 from export.sources.general import arguments_of, completed, default_settings, is_neutral_name
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import BundleError
@@ -105,8 +105,10 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
     text = text_config(raw, where)
     model_type = str(text.get("model_type", raw["model_type"]))
     known = used_settings(family, model_type) | neutral_settings()
-    unknown = _others(text, known | FIXED.get(family, {}).keys())
-    if not has_list(family, model_type):
+    if has_list(family, model_type):
+        unknown = _others(text, known | fixed_settings(family).keys())
+    else:
+        unknown = _others(text, known)
         unknown = {key: value for key, value in unknown.items() if not is_neutral_name(key)}
     if model_type != raw["model_type"]:
         around = {*WRAPPER_USED, *neutral_in_wrapper(), IN_CONFIG}

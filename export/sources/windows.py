@@ -10,7 +10,7 @@ from runtime.core.errors import BundleError
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def gemma_windows(config: dict[str, Any], where: str) -> None:
+def _gemma_windows(config: dict[str, Any], where: str) -> None:
     """Set "sliding_window_pattern", mlx-lm's key: one layer in so many has global attention.
 
     As in transformers, "layer_types" decides where it is there.
@@ -46,18 +46,22 @@ def gemma_windows(config: dict[str, Any], where: str) -> None:
     config["sliding_window_pattern"] = pattern
 
 
-def layer_types(pattern: int, layers: int) -> list[str]:
-    """Types of attention of which every `pattern`-th is global."""
+def layer_types(pattern: int | str, layers: int) -> list[str]:
+    """Types of attention of which every `pattern`-th is global, or those with a G in LLLG."""
+    if isinstance(pattern, str):
+        return [FULL if letter == "G" else SLIDING for letter in (pattern * layers)[:layers]]
     return [SLIDING if (index + 1) % pattern else FULL for index in range(layers)]
 
 
 def check_windows(family: str, config: dict[str, Any], where: str) -> None:
-    """Raise BundleError where a layer sees only so many tokens: these families' layers see all.
+    """Raise BundleError where a layer sees only so many tokens: all families' layers but Gemma's.
 
     Qwen's configurations say `use_sliding_window` and from which layer on (`max_window_layers`).
     Llama's know no windows in transformers, and mlx-lm's take them from `layer_types` alone.
     """
-    if unlike := unlike_full(config):
+    if family == "gemma3_text":
+        _gemma_windows(config, where)
+    elif unlike := unlike_full(config):
         window, longest = window_of(config), config.get("max_position_embeddings")
         if unlike != [SLIDING] or window is None or longest is None or window < longest:
             raise BundleError(

@@ -84,7 +84,7 @@ def test_positions_are_those_of_transformers(
         ({"rope_type": "dynamic", "factor": 2.0}, "depend on the length of the sequence"),
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3}, "with beta_fast"),
         ({"rope_type": "default", "mrope_section": [1, 1]}, "with mrope_section"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "the whole head"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"rope_type": "llama3", "factor": 2.0}, "needs low_freq_factor, high_freq_factor"),
         (
             {
