@@ -323,8 +323,9 @@ def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     if "rope_parameters" in known:  # a class that takes them whole
         scope = {key: value for key, value in scope.items() if key not in _BESIDE_SCALING}
     scaling = checked_scaling(scope, full, where)
-    # some classes read the name that transformers had first
-    full["rope_scaling"] = scaling and {**scaling, "type": scaling["rope_type"]}
+    if scaling and scaling["rope_type"] == "longrope":  # Phi 3's class reads the older name
+        scaling = {**scaling, "type": "longrope"}
+    full["rope_scaling"] = scaling
     if "rope_parameters" in full and nests:
         _nest_positions(full)
     elif "rope_parameters" in full:  # where the class finds the same

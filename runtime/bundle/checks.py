@@ -243,11 +243,11 @@ def _check_lender(manifest: Manifest, position: int, operation: Operation, where
     """Check that an earlier layer has keys and values of its own under the same names."""
     values = manifest.block_types[manifest.blocks[position].type].values
     lender = next((b for b in manifest.blocks[1:position] if b.name == operation.cache_of), None)
-    lent: dict[str, tuple[int, ...]] = {}
+    given: dict[str, tuple[int, ...]] = {}
     if lender is not None:
         of = manifest.block_types[lender.type]
         for other in of.operations:
-            lent |= {} if other.cache_of else other.decoding(MAX_DIM).cached(of.values)
+            given |= {} if other.cache_of else other.decoding(MAX_DIM).cached(of.values)
     own = msgspec.structs.replace(operation, cache_of="")
     shared = own.decoding(MAX_DIM).cached(values)
-    require(shared.items() <= lent.items(), f"{where}: {operation.cache_of!r} has no such keys")
+    require(shared.items() <= given.items(), f"{where}: {operation.cache_of!r} has no such keys")

@@ -78,7 +78,6 @@ def test_experts_are_stacked_and_split() -> None:
     "change",
     [
         lambda a: a[:, ::-1],
-        lambda a: a[:, :2],
         lambda a: a[:4].T,
         lambda a: a[:, ::-1].T,
         lambda a: 2 * a,
@@ -240,6 +239,7 @@ def test_the_settings_that_are_written_are_those_of_the_source(types: tuple[str,
         written = transformers_config(config["model_type"], config, "float32")
         before, after = (completed(text_config(one, model_type)) for one in (raw, written))
         assert before is not None and after is not None
+        after.get("rope_parameters", {}).pop("type", None)  # longrope's, for mlx-lm's class
         unlike = {key for key in before.keys() & after.keys() if before[key] != after[key]}
         unlike -= {
             "dtype",
