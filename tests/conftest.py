@@ -37,6 +37,7 @@ from runtime.machine.backend import prepare  # noqa: E402
 prepare()  # before MLX is imported
 
 import hypothesis  # noqa: E402
+import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from support.bundles import runnable, settings  # noqa: E402
@@ -47,6 +48,7 @@ from support.shared import Make, Shared, common_folder, once  # noqa: E402
 
 from export.bundle import export_bundle  # noqa: E402
 from export.config.export import ExportConfig  # noqa: E402
+from runtime.arrays.arrays import Arrays, arrays_for  # noqa: E402
 from runtime.bundle.store import Bundle  # noqa: E402
 from runtime.data import text_encoder  # noqa: E402
 from runtime.data.pieces import write_pieces  # noqa: E402
@@ -127,6 +129,20 @@ def examples(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> None:
+    """All is computed on the CPU, but for what a test moves to a GPU: the oracles need float64."""
+    mx.set_default_device(mx.cpu)
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def arrays(request: pytest.FixtureRequest) -> Arrays:
+    """A device's arrays, which compute there; a GPU's on the CPU where there is none."""
+    if request.param == "gpu" and mx.is_available(mx.gpu):
+        mx.set_default_device(mx.gpu)
+    return arrays_for(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -116,8 +116,8 @@ class ExpertsKernel:
                     y = made.pop(0) * mx.array(weights[lane][part.tokens, part.slots])[:, None]
                     arrays.settle(y)
                     arrays.add_rows(ys[lane], part.tokens, y)
-                    mx.eval(ys[lane])  # also where a block is one evaluation: experts are many
                     del y
+                mx.eval([ys[lane] for lane in taken])  # always: of many experts few fit at once
         for values in lanes:
             values[operation.outputs[0]] = ys.pop(0)[None]
 

@@ -8,12 +8,11 @@ import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng
 
-from runtime.arrays.arrays import Arrays, CpuArrays, GpuArrays
+from runtime.arrays.arrays import Arrays
 from runtime.operations.cached_attention import slots_of
 from runtime.operations.cached_attention_kernel import Ring
 
 
-@pytest.mark.parametrize("arrays", [CpuArrays(), GpuArrays()], ids=["cpu", "gpu"])
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (5, None), (40, None), (5, 1.5)])
 def test_parts_of_a_sequence_attend_as_the_whole(
     rng: Rng, window: int | None, cap: float | None, arrays: Arrays

@@ -18,7 +18,7 @@ from oracles import whole_model as reference
 from oracles.delta_rule import gated_delta
 from support.bundles import Rng
 
-from runtime.arrays.arrays import Arrays, CpuArrays, arrays_for
+from runtime.arrays.arrays import Arrays, CpuArrays
 from runtime.arrays.dequantize import SIDE_BY_SIDE, dense, join, split
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.stored import Extent, Matrix
@@ -43,12 +43,6 @@ LAYOUTS = [
     for layout in ("symmetric", "affine")
 ]
 FLOATS = [(32, 0, "float32"), (16, 0, "float16"), (16, 0, "bfloat16")]
-DEVICES = ("cpu", "gpu")  # whose arrays are used; both run on any machine
-
-
-@pytest.fixture(params=DEVICES)
-def arrays(request: pytest.FixtureRequest) -> Arrays:
-    return arrays_for(request.param)
 
 
 def stored(
