@@ -201,7 +201,7 @@ def whole(bundle: Path, shared: Shared) -> Path:
 
 
 @pytest.mark.parametrize("method", ["mebp", pytest.param("mezo", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", [*MIXERS, "gemma4"])
+@pytest.mark.parametrize("family", [*MIXERS, pytest.param("gemma4", marks=pytest.mark.slow)])
 def test_runs_of_other_mixers_go_on_to_the_same_bytes(
     tiny: Tiny, tmp_path: Path, family: str, method: str
 ) -> None:
