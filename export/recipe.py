@@ -62,6 +62,11 @@ def stored_forms(
             f"--trainable full: {', '.join(sorted(experts))} hold experts, which are not trained; "
             "leave it out"
         )
+    if config.is_full and (tables := _table_names(cut)):
+        raise UsageError(
+            f"--trainable full: layers look tokens up in {', '.join(sorted(tables))}, which are "
+            "not trained; leave it out"
+        )
     stored: dict[str, StoredForm] = {}
     copied: set[str] = set()
     for use in matrices(cut):
@@ -117,6 +122,17 @@ def expert_names(cut: Cut) -> set[str]:
         for block_type in cut.block_types.values()
         for operation in block_type.operations
         if operation.experts
+        for name in operation.matrices(str)
+    }
+
+
+def _table_names(cut: Cut) -> set[str]:
+    """The last parts of the names of all tables that layers look tokens up in."""
+    return {
+        name.split(".")[-1]
+        for block_type in cut.block_types.values()
+        for operation in block_type.operations
+        if operation.chosen_by_tokens and not operation.experts
         for name in operation.matrices(str)
     }
 

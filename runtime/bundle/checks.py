@@ -236,18 +236,18 @@ def _check_block(manifest: Manifest, position: int, block: Block) -> None:
             require(name == block_type.output, f"{where}: the head reads {name}")
         operation.check_weights(where, values, manifest.tables, block.tensor)
         if operation.cache_of:
-            _check_lender(manifest, position, operation, where)
+            _check_owner(manifest, position, operation, where)
 
 
-def _check_lender(manifest: Manifest, position: int, operation: Operation, where: str) -> None:
+def _check_owner(manifest: Manifest, position: int, operation: Operation, where: str) -> None:
     """Check that an earlier layer has keys and values of its own under the same names."""
     values = manifest.block_types[manifest.blocks[position].type].values
-    lender = next((b for b in manifest.blocks[1:position] if b.name == operation.cache_of), None)
-    given: dict[str, tuple[int, ...]] = {}
-    if lender is not None:
-        of = manifest.block_types[lender.type]
+    owner = next((b for b in manifest.blocks[1:position] if b.name == operation.cache_of), None)
+    kept: dict[str, tuple[int, ...]] = {}
+    if owner is not None:
+        of = manifest.block_types[owner.type]
         for other in of.operations:
-            given |= {} if other.cache_of else other.decoding(MAX_DIM).cached(of.values)
+            kept |= {} if other.cache_of else other.decoding(MAX_DIM).cached(of.values)
     own = msgspec.structs.replace(operation, cache_of="")
     shared = own.decoding(MAX_DIM).cached(values)
-    require(shared.items() <= given.items(), f"{where}: {operation.cache_of!r} has no such keys")
+    require(shared.items() <= kept.items(), f"{where}: {operation.cache_of!r} has no such keys")

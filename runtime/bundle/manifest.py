@@ -250,6 +250,18 @@ class Manifest(Record, frozen=True):
         }
         return tuple(sorted(names))
 
+    @property
+    def table_names(self) -> tuple[str, ...]:
+        """The last parts of the names of all tables that layers look tokens up in, sorted."""
+        names = {
+            name.split(".")[-1]
+            for block in self.layers
+            for operation in self.block_types[block.type].operations
+            if operation.chosen_by_tokens and not operation.experts
+            for name in operation.matrices(str)
+        }
+        return tuple(sorted(names))
+
     def with_lora(self, lora: LoraSettings) -> Manifest:
         """The same model with other adapters than the bundle's default."""
         return msgspec.structs.replace(self, lora=lora)

@@ -69,9 +69,10 @@ def training(config: StepConfig, manifest: Manifest, workers: int = 1) -> Wanted
             f"--trainable full: {config.method} trains adapters only; give --method mezo or "
             "another that sees losses only, or --trainable lora"
         )
-    if config.trains_all and manifest.expert_names:
+    if config.trains_all and (names := (*manifest.expert_names, *manifest.table_names)):
         raise UsageError(
-            "--trainable full: the model has experts, which are not trained; give --trainable lora"
+            f"--trainable full: the model has {', '.join(names)}, which hold experts, or rows that "
+            "layers look up, and are not trained; give --trainable lora"
         )
     request = Request(
         choose_bucket(manifest, config.max_seq_length or manifest.usual_bucket),

@@ -38,8 +38,9 @@ MIXERS = ("lfm2", "qwen3_5")  # with layers that see other tokens by other means
 _IN_TURN = [
     pytest.param(one, marks=pytest.mark.slow) if one == "qwen3" else one for one in FAMILIES
 ]
+_SHARING = pytest.param("gemma4", marks=pytest.mark.slow)  # shared keys, and tables of layers
 each_family = pytest.mark.parametrize("family", _IN_TURN)
-each_with_mixers = pytest.mark.parametrize("family", [*_IN_TURN, *MIXERS, "gemma4"])
+each_with_mixers = pytest.mark.parametrize("family", [*_IN_TURN, *MIXERS, _SHARING])
 BUCKETS = (16, 32, 64)
 LENGTHS = (96, 128)  # two tiles of 48, two of 64
 CLOSE = 1e-5

@@ -9,20 +9,25 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from oracles import whole_model as reference
-from support.bundles import Rng, Tiny
+from support.bundles import Rng, Tiny, settings
+from support.generation import dense_logits
 from support.models import adapters_of, agree, mebp, model_of, packed_of, rows_of
 
+from export.bundle import export_bundle
 from runtime.arrays.stored import Matrix
 from runtime.arrays.weight_source import Tile
 from runtime.bundle.checks import check_manifest
 from runtime.bundle.manifest import Manifest, block_range, dense_range
-from runtime.core.errors import BundleError
+from runtime.core.errors import BundleError, UsageError
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
 from runtime.operations.attention import Attention
 from runtime.operations.linear import Linear
 from runtime.operations.lookup import Lookup
 from runtime.plan.lower import Sizes, lower
+from runtime.run.budget import plan_decoding
+from runtime.run.decoder import Decoder
+from runtime.run.session import open_session
 from runtime.storage.weights import Weights
 
 FAMILY = "gemma4"
@@ -100,6 +105,24 @@ def test_layers_without_a_window_share_one_cache(tiny: Tiny) -> None:
     bytes_held = sum(array.nbytes for values in named.values() for array in values.values())
     shared = sum(array.nbytes for array in named[READER].values())
     assert shared and lowered.cached_bytes == bytes_held - shared
+
+
+def test_tables_are_not_trained_whole(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="embed_tokens_per_layer"):
+        export_bundle(settings("random:tiny-gemma4", tmp_path / "full", trainable="full"))
+    assert tiny(FAMILY).manifest.table_names == ("embed_tokens_per_layer",)
+
+
+def test_a_sequence_is_decoded_with_the_shared_cache(tiny: Tiny, rng: Rng) -> None:
+    """In parts of several chunks, and of one token; beyond the window."""
+    bundle = tiny(FAMILY)
+    adapters = adapters_of(bundle, rng)
+    tokens = rng.integers(0, 320, 60).tolist()
+    decoder = Decoder(open_session(bundle, plan_decoding(bundle, 10**9, 100)), adapters)
+    found = [decoder.read(part) for part in (tokens[:50], tokens[50:51], tokens[51:])]
+    expected = dense_logits(bundle, adapters, tokens)[[49, 50, 59]]
+    for logits, others in zip(found, expected, strict=True):
+        assert np.abs(logits - others).max() <= 1e-5 * np.abs(others).max()
 
 
 def changed(manifest: Manifest, of: type, **changes: Any) -> Manifest:

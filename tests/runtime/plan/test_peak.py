@@ -31,6 +31,8 @@ from runtime.plan.plan import Request
 NEVER_OVER, NOT_FAR_UNDER = 1.1, 0.6
 FLOATS = [("qwen2", "float32"), ("gemma3", "bfloat16")]
 CASES = [*STORED, *FLOATS]
+SHARING = pytest.param("gemma4", "", {}, marks=pytest.mark.slow)  # keys, of which gradients wait
+SHARING_TOO = pytest.param("gemma4", "", marks=pytest.mark.slow)
 LORAS: list[dict[str, object]] = [
     {},
     {"dropout": 0.2},
@@ -123,7 +125,7 @@ def check(found: Allocated, peaks: PeakModel, expected: int) -> None:
 
 @pytest.mark.parametrize(
     ("family", "layouts", "lora"),
-    [*pairs(CASES, LORAS), (*WITH_EXPERTS, {}), *((f, "", {}) for f in (*MIXERS, "gemma4"))],
+    [*pairs(CASES, LORAS), (*WITH_EXPERTS, {}), *((family, "", {}) for family in MIXERS), SHARING],
     ids=str,
 )
 def test_a_backward_pass_allocates_what_the_plan_says(
