@@ -69,8 +69,17 @@ class Arrays(Protocol):
     ) -> None:
         """whole[where] += x[of] * factor, evaluated, for rows of (T, C) and a factor (C,)."""
 
-    def matmul(self, x: mx.array, w: mx.array) -> mx.array:
-        """x w (T, C) for x (T, R) and w (R, C)."""
+    def sum(self, whole: mx.array, part: mx.array) -> mx.array:
+        """whole + part, which may be broadcast; `whole` is consumed."""
+
+    def add_groups(self, whole: mx.array, part: mx.array) -> mx.array:
+        """whole (T, C) + part (T, G), the same for all columns of a group; `whole` is consumed."""
+
+    def group_sums(self, x: mx.array, groups: int) -> mx.array:
+        """Sums of x (T, C) over each group of columns: (T, G)."""
+
+    def matmul(self, x: mx.array, w: mx.array, scale: float = 1.0) -> mx.array:
+        """x w times a scale, small, (T, C) for x (T, R) and w (R, C)."""
 
     def add_matmul(
         self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None
@@ -158,12 +167,30 @@ class CpuArrays:
             product = np.multiply(rows, factors, out=scratch[: len(rows)])
             np.add(changed[start : start + step], product, out=changed[start : start + step])
 
-    def matmul(self, x: mx.array, w: mx.array) -> mx.array:
+    def sum(self, whole: mx.array, part: mx.array) -> mx.array:
+        self.add_to(whole, ..., part)
+        return whole
+
+    @quiet
+    def add_groups(self, whole: mx.array, part: mx.array) -> mx.array:
+        values = view(part)
+        grouped = view(whole).reshape(*values.shape, -1)
+        np.add(grouped, values[..., None], out=grouped)
+        return whole
+
+    @quiet
+    def group_sums(self, x: mx.array, groups: int) -> mx.array:
+        return mx.array(view(x).reshape(len(x), groups, -1).sum(axis=-1))
+
+    @quiet
+    def matmul(self, x: mx.array, w: mx.array, scale: float = 1.0) -> mx.array:
         if self.library is None:
-            return x @ w
-        y = mx.zeros((x.shape[0], w.shape[1]))
-        self.library.multiply(_by_rows(x), view(w), view(y), add=False)
-        return y
+            return x @ w if scale == 1 else (x @ w) * scale
+        y = np.empty((x.shape[0], w.shape[1]), np.float32)
+        self.library.multiply(_by_rows(x), view(w), y, add=False)
+        if scale != 1:
+            np.multiply(y, np.float32(scale), out=y)
+        return mx.array(y)  # copied here and now: zeros would be made by another thread
 
     def add_matmul(
         self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None
@@ -279,8 +306,17 @@ class GpuArrays:
     ) -> None:
         self.add_to(whole, where, x[of] * factor)
 
-    def matmul(self, x: mx.array, w: mx.array) -> mx.array:
-        return x @ w
+    def sum(self, whole: mx.array, part: mx.array) -> mx.array:
+        return whole + part
+
+    def add_groups(self, whole: mx.array, part: mx.array) -> mx.array:
+        return whole + mx.repeat(part, whole.shape[1] // part.shape[1], axis=1)
+
+    def group_sums(self, x: mx.array, groups: int) -> mx.array:
+        return x.reshape(x.shape[0], groups, -1).sum(axis=-1)
+
+    def matmul(self, x: mx.array, w: mx.array, scale: float = 1.0) -> mx.array:
+        return x @ w if scale == 1 else (x @ w) * scale
 
     def add_matmul(
         self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None

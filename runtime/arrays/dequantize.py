@@ -79,8 +79,3 @@ def dense(tile: Tile, bits: int, arrays: Arrays) -> mx.array:
         return values
     rows, groups = tile.scales.shape
     return (values.reshape(rows, groups, -1) + tile.shift[..., None]).reshape(rows, -1)
-
-
-def group_sums(x: mx.array, groups: int) -> mx.array:
-    """Sums of x (T, C) over each group of columns: (T, G)."""
-    return x.reshape(x.shape[0], groups, -1).sum(axis=-1)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from runtime.arrays.arrays import Arrays
-from runtime.arrays.dequantize import group_sums
 from runtime.arrays.products import Factor, Products
 from runtime.arrays.stored import Matrix
 from runtime.arrays.weight_source import QuantizedTile, Tile
@@ -28,10 +27,10 @@ class Input:
     parts: tuple[Factor, ...]
     _sums: dict[int, mx.array] = field(default_factory=dict)
 
-    def group_sums(self, groups: int) -> mx.array:
+    def group_sums(self, groups: int, arrays: Arrays) -> mx.array:
         """Sums of x over each group of columns (T, G), the same for all tiles."""
         if groups not in self._sums:
-            self._sums[groups] = group_sums(self.x, groups)
+            self._sums[groups] = arrays.group_sums(self.x, groups)
         return self._sums[groups]
 
     @classmethod
@@ -89,8 +88,9 @@ class ReadyTile:
             onto = self.products.by_columns(part, column, onto)
         assert onto is not None
         if self.shift is not None:
-            sums = given.group_sums(self.shift.shape[1])
-            onto = self.products.arrays.add_matmul(onto, sums, self.shift.T)
+            arrays = self.products.arrays
+            sums = given.group_sums(self.shift.shape[1], arrays)
+            onto = arrays.add_matmul(onto, sums, self.shift.T)
         return onto
 
     def put_product(self, given: Input, whole: mx.array, where: slice) -> None:
@@ -101,7 +101,7 @@ class ReadyTile:
             return
         self.products.put(whole, where, given.parts, self.columns)
         if self.shift is not None:
-            sums = given.group_sums(self.shift.shape[1])
+            sums = given.group_sums(self.shift.shape[1], arrays)
             arrays.add_matmul(whole, sums, self.shift.T, where)
 
     def quantized(self, x: mx.array, transpose: bool) -> mx.array:
@@ -177,4 +177,4 @@ class RowSum:
         total = products.join(halves, matrix.bits)
         if whole is None:
             return total
-        return total + mx.repeat(whole, matrix.group_size, axis=1)  # the same for a group's columns
+        return self.arrays.add_groups(total, whole)

@@ -54,7 +54,7 @@ class LoraProducts:
         for x, bias, lora in zip(xs, biases, loras, strict=True):
             y = outputs.pop(0)
             if bias is not None:
-                y = y + bias
+                y = self.matrices.arrays.sum(y, bias)
             if lora is not None:
                 if lora.observer is not None:
                     lora.observer(x)
@@ -113,11 +113,11 @@ class LoraProducts:
 
     def through_a(self, x: mx.array, lora: Lora) -> mx.array:
         """s (x A) (T, r) for x (T, C)."""
-        return self.matrices.arrays.matmul(x, lora.a) * lora.scale
+        return self.matrices.arrays.matmul(x, lora.a, lora.scale)
 
     def through_b(self, dy: mx.array, lora: Lora) -> mx.array:
         """s (dy B^T) (T, r) for dy (T, R), which dA and dx both use."""
-        return self.matrices.arrays.matmul(dy, lora.b.T) * lora.scale
+        return self.matrices.arrays.matmul(dy, lora.b.T, lora.scale)
 
     def backward_input(self, dy: mx.array, matrix: Matrix) -> mx.array:
         """dy W (T, C) for dy (T, R): dx without the adapter's part."""
@@ -249,7 +249,7 @@ class LinearKernel:
                 if lora is not None:
                     dx = products.add_lora_input(dx, lora, dy_b, mask)
                     del dy_b
-                total = dx if total is None else total + dx
+                total = dx if total is None else arrays.sum(total, dx)
                 arrays.settle(total)
                 del dx
             del dy, received, mask

@@ -49,8 +49,8 @@ class _IntoAdapter:
         """Take in the gradient dg (T, w) of a slice's values."""
         if self.d_b is None:
             self.d_b = mx.zeros(self.lora.b.shape)
-        through_b = arrays.matmul(dg, self.lora.b[:, columns].T) * self.lora.scale
-        self.through_b = self.through_b + through_b
+        through_b = arrays.matmul(dg, self.lora.b[:, columns].T, self.lora.scale)
+        self.through_b = arrays.sum(self.through_b, through_b)
         arrays.settle(self.through_b, self.d_b)
         arrays.put(self.d_b, (slice(None), columns), arrays.matmul(self.through_a.T, dg))
 
@@ -67,7 +67,7 @@ class _Into:
         """The values (T, w) of a slice, without the activation."""
         y = tile.transposed_product(self.given)
         if self.bias is not None:
-            y = y + self.bias[columns]
+            y = arrays.sum(y, self.bias[columns])
         if self.adapter is not None:
             y = arrays.add_matmul(y, self.adapter.through_a, self.adapter.lora.b[:, columns])
         arrays.settle(y)
@@ -298,7 +298,7 @@ class _Mlp:
         """y (T, D) with bias and adapter."""
         bias = self._bias(self.down_product, loras)
         if bias is not None:
-            y = y + bias
+            y = self.tools.arrays.sum(y, bias)
         if adapter is not None:
             if adapter.lora.observer is not None and observed is not None:
                 adapter.lora.observer(observed)
@@ -325,7 +325,8 @@ class _Mlp:
         (kind, first), *others = sums.items()
         dx = first.result(of_kind[kind], self.matrices.products)
         for kind, other in others:
-            dx = dx + other.result(of_kind[kind], self.matrices.products)
+            more = other.result(of_kind[kind], self.matrices.products)
+            dx = self.tools.arrays.sum(dx, more)
         for each in into:
             if (adapter := each.adapter) is not None:
                 self.tools.arrays.settle(dx)
