@@ -90,8 +90,9 @@ class ReadyTile:
         assert tile is not None
         scales, biases, group_size = tile.scales, tile.biases(matrix.bits), matrix.group_size
         if mx.cuda.is_available() and _no_kernel(group_size, scales.shape[1]):
-            scales, biases = (mx.repeat(values, 2, axis=1) for values in (scales, biases))
-            group_size //= 2
+            # contiguous: a single column would be repeated as a view, which no kernel takes
+            halves = (mx.contiguous(mx.repeat(one, 2, axis=1)) for one in (scales, biases))
+            (scales, biases), group_size = halves, group_size // 2
         return mx.quantized_matmul(
             x,
             tile.words,

@@ -304,6 +304,8 @@ def test_an_nvidia_gpu_multiplies_by_halves_of_large_groups(
     taken, multiply = [], mx.quantized_matmul
 
     def watched(x: mx.array, w: mx.array, scales: mx.array, *rest: Any, **more: Any) -> mx.array:
+        mx.eval(scales)
+        assert memoryview(scales).c_contiguous
         taken.append((more["group_size"], scales.shape[1]))
         return multiply(x, w, scales, *rest, **more)
 
