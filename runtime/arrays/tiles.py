@@ -106,17 +106,32 @@ class ReadyTile:
 
     def quantized(self, x: mx.array, transpose: bool) -> mx.array:
         """x times the tile as it is packed, or its transpose."""
-        tile = self.packed
+        tile, matrix = self.packed, self.matrix
         assert tile is not None
+        scales, biases, group_size = tile.scales, tile.biases(matrix.bits), matrix.group_size
+        if mx.cuda.is_available() and _no_kernel(group_size, scales.shape[1]):
+            # contiguous: a single column would be repeated as a view, which no kernel takes
+            halves = (mx.contiguous(mx.repeat(one, 2, axis=1)) for one in (scales, biases))
+            (scales, biases), group_size = halves, group_size // 2
         return mx.quantized_matmul(
             x,
             tile.words,
-            tile.scales,
-            tile.biases(self.matrix.bits),
+            scales,
+            biases,
             transpose=transpose,
-            group_size=self.matrix.group_size,
-            bits=self.matrix.bits,
+            group_size=group_size,
+            bits=matrix.bits,
         )
+
+
+def _no_kernel(group_size: int, groups: int) -> bool:
+    """Whether MLX 0.32.4 may have no kernel of NVIDIA GPUs for rows of so many groups.
+
+    In float32 it asks for more shared memory than it reserves where groups have 128 values and
+    there are more than 32 tokens. For a single group of 64 or more it compiles a kernel that needs
+    headers which only the whole CUDA toolkit has. Two halves of a group are the same values.
+    """
+    return group_size == 128 or (group_size == 64 and groups == 1)
 
 
 @dataclass

@@ -228,10 +228,10 @@ def _load_gpu() -> None:
     if not mx.is_available(mx.gpu):
         return  # a plan is made here for a machine that has one
     with mx.stream(mx.gpu):
-        x = mx.ones((64, 64))
+        x = mx.ones((128, 128))
         words, scales, biases = mx.quantize(x)
         product = mx.quantized_matmul(x @ x, words, scales, biases)
-        x[8:16] = mx.fast.rms_norm(product + 1, mx.ones(64), 1e-6)[:8]
+        x[8:16] = mx.fast.rms_norm(product + 1, mx.ones(128), 1e-6)[:8]
         mx.eval(x.sum(axis=-1), mx.exp(x))
     del x, words, scales, biases, product
     mx.clear_cache()

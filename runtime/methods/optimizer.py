@@ -117,11 +117,10 @@ class Optimizer:
         gradient = mx.concatenate([gradients[name].reshape(-1) for name in group.names])
         value = mx.concatenate([tensors[name].reshape(-1) for name in group.names])
         value = self.rule.apply_single(gradient, value, state)
-        mx.eval(value, state)
+        parts = mx.split(value, group.ends[:-1])
+        mx.eval(parts, state)
         for which in self.moments:
             self._state[group.moment(which)] = state[which]
-        parts = mx.split(value, group.ends[:-1])
-        mx.eval(parts)
         for name, shape, part in zip(group.names, group.shapes, parts, strict=True):
             tensors[name] = part.reshape(shape)
 

@@ -291,6 +291,30 @@ def test_linear_and_its_backward(
     close(found, dx)
 
 
+@pytest.mark.parametrize(("bits", "group", "layout"), [one for one in LAYOUTS if one[1] > 32])
+def test_an_nvidia_gpu_multiplies_by_halves_of_large_groups(
+    tmp_path: Path,
+    rng: Rng,
+    arrays: Arrays,
+    monkeypatch: pytest.MonkeyPatch,
+    bits: int,
+    group: int,
+    layout: str,
+) -> None:
+    taken, multiply = [], mx.quantized_matmul
+
+    def watched(x: mx.array, w: mx.array, scales: mx.array, *rest: Any, **more: Any) -> mx.array:
+        mx.eval(scales)
+        assert memoryview(scales).c_contiguous
+        taken.append((more["group_size"], scales.shape[1]))
+        return multiply(x, w, scales, *rest, **more)
+
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "quantized_matmul", watched)
+    test_linear_and_its_backward(tmp_path, rng, arrays, bits, group, layout, "packed", ("bias",))
+    assert taken and all(size == 32 or (size == 64 and count > 1) for size, count in taken)
+
+
 # --- attention --------------------------------------------------------------------------------
 
 
