@@ -13,13 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 
 from export.fused.checkpoint import check_space
-from export.fused.gguf_metadata import add_metadata, rope_factors
+from export.fused.gguf_metadata import add_metadata, check_metadata, rope_factors
 from export.fused.gguf_vocabulary import add_vocabulary
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
+from export.sources.families import NORM_NEUTRAL
 from export.sources.gguf_config import ROPE_FREQS
 from export.sources.gguf_file import is_model
 from export.sources.gguf_names import architecture_of, model_rows, tensor_names
@@ -89,6 +91,7 @@ def _write(
     add_metadata(writer, model.family, model.config, vocabulary)
     add_vocabulary(writer, model.tokenizer_files(), vocabulary)
     tensors = [*_add_rope_factors(writer, model), *_add_tensors(writer, model, dtype, progress)]
+    check_metadata(writer, model.family, model.config)
     check_space(place, sum(tensor.nbytes for tensor in tensors))
     try:
         writer.write_header_to_file()
@@ -127,7 +130,9 @@ def _add_tensors(
         form: FloatType = dtype if len(shape) == 2 else "float32"
         item = numpy_type(form)
         nbytes = math.prod(shape) * item.itemsize
-        writer.add_tensor_info(stored, shape, item, nbytes, _GGML[form][0])
+        experts = model.config["num_experts"] if ".switch_mlp." in name else 0
+        stated = (experts, shape[0] // experts, *shape[1:]) if experts else shape
+        writer.add_tensor_info(stored, stated, item, nbytes, _GGML[form][0])
         parts = slices.bytes_of(name, shape, form, partial(_stored_rows, model, name))
         tensors.append(_Tensor(nbytes, parts))
     return tensors
@@ -142,6 +147,6 @@ def _stored_rows(model: FusedCheckpoint, name: str, start: int, stop: int) -> F3
         chosen = order[start:stop]
         first, last = int(chosen.min()), int(chosen.max())
         values = model.rows(name, first, last + 1)[chosen - first]
-    if model.family == "gemma3_text" and name.endswith("norm.weight"):
-        values = values + 1
+    if name.endswith("norm.weight"):
+        values = values + np.float32(1 - NORM_NEUTRAL.get(model.family, 1))
     return values

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from gguf import GGUFWriter, RopeScalingType
 
-from export.sources.gguf_config import GEMMA_27B_LAYERS, llama3_factors
+from export.sources.families import completed_config, has_list, normalise_config
+from export.sources.general import is_neutral_name
+from export.sources.gguf_config import (
+    GEMMA_27B_LAYERS,
+    entries_of,
+    llama3_factors,
+    read_config,
+)
+from export.sources.settings import neutral_settings
+from export.sources.windows import unlike_full
 from export.stored import F32
 from runtime.core.errors import UsageError
 
+_CLOSE = 1e-6  # of a number that a file has in float32
+_NOT_COMPARED = {"rope_scaling"}  # whose kinds are refused one by one
 _YARN = {"rope_type", "type", "factor", "original_max_position_embeddings"}
 
 
@@ -32,8 +44,11 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    part = config.get("partial_rotary_factor")
+    writer.add_rope_dimension_count(int(head_dim * (1 if part is None else part)))
+    for key, name in entries_of(writer.arch).items():
+        add = writer.add_float32 if isinstance(config[name], float) else writer.add_uint32
+        add(f"{writer.arch}.{key}", config[name])
     writer.add_rope_freq_base(float(config["rope_theta"]))
     _add_rope_scaling(writer, family, config)
     if family == "gemma3_text":
@@ -45,6 +60,36 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
         writer.add_rope_freq_base_swa(float(config["rope_local_base_freq"]))
     elif "sliding_attention" in (config.get("layer_types") or ()):
         raise _refusal("layer_types", "sliding_attention", "full_attention in every layer")
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """What a writer has been told, as a reader will find it."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, Any]
+
+    def rows(self, name: str, index: slice) -> F32:
+        raise NotImplementedError(f"{name} has not been written yet")
+
+
+def check_metadata(writer: GGUFWriter, family: str, config: dict[str, Any]) -> None:
+    """Read back the configuration that a writer has been told with its tensors.
+
+    Raises:
+        UsageError: a setting is another one there, since the file cannot say it.
+    """
+    if has_list(family, family):
+        return  # whose settings are refused one by one
+    entries = {key: entry.value for key, entry in writer.kv_data[0].items()}
+    raw = read_config(_Announced(entries, writer.tensors[0]), family)
+    again = completed_config(family, normalise_config(raw, family, not raw["tie_word_embeddings"]))
+    off = set() if unlike_full(config) else {"sliding_window"}  # where all layers see all tokens
+    for key in sorted(config.keys() & again.keys() - neutral_settings() - _NOT_COMPARED - off):
+        found, own = again[key], config[key]
+        close = isinstance(own, float) and abs(own - found) <= _CLOSE * abs(own)
+        if found != own and not close and not is_neutral_name(key):
+            raise _refusal(key, own, repr(found))
 
 
 def head_dim_of(config: dict[str, Any]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,10 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from export.sources.families import expected_shapes, normalise_config
+from export.sources.families import NORM_NEUTRAL, expected_shapes, normalise_config
 from export.sources.gguf_blocks import TRANSCODINGS, Transcoding, transcode
 from export.sources.gguf_config import ROPE_FREQS, has_rope_table, read_config
-from export.sources.gguf_file import GGUFFile
+from export.sources.gguf_file import GGUFFile, GGUFTensor
 from export.sources.gguf_keys import unknown_metadata
 from export.sources.gguf_names import stored_rows, tensor_names
 from export.sources.gguf_tokenizer import convert_tokenizer
@@ -50,6 +51,8 @@ class GGUFCheckpoint(Checkpoint):
         family = str(config["model_type"])
         expected = expected_shapes(family, config, str(path))
         self._stored = _stored_names(self._file, arch, config["num_hidden_layers"], expected)
+        for name, stored in self._stored.items():
+            self._file.tensors[stored] = _flat(self._file.tensors[stored], expected.get(name, ()))
         shapes = {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
         check_tensors(str(path), expected, shapes)
         types = Counter(self._file.tensors[stored].type for stored in self._stored.values())
@@ -81,8 +84,8 @@ class GGUFCheckpoint(Checkpoint):
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         values = self._file.rows(self._stored[name], self._index(name, start, stop))
-        if self.family == "gemma3_text" and name.endswith("norm.weight"):
-            values -= 1
+        if name.endswith("norm.weight"):
+            values -= 1 - np.float32(NORM_NEUTRAL.get(self.family, 1))
         return values
 
     def quantized_form(self, name: str) -> QuantizedForm | None:
@@ -117,6 +120,14 @@ class GGUFCheckpoint(Checkpoint):
         rows = self._check_rows(name, start, stop)[0]
         order = stored_rows(self.family, self.config, name, rows)
         return slice(start, stop) if order is None else order[start:stop]
+
+
+def _flat(tensor: GGUFTensor, expected: tuple[int, ...]) -> GGUFTensor:
+    """Experts (N, R, C) as the matrix (N * R, C), others as they are."""
+    if len(tensor.shape) != 3 or len(expected) != 2:
+        return tensor
+    count, rows, columns = tensor.shape
+    return replace(tensor, shape=(count * rows, columns), row_bytes=tensor.row_bytes // rows)
 
 
 def _stored_names(

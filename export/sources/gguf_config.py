@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from export.sources.gguf_file import GGUFFile
 from export.sources.gguf_names import ARCHITECTURES
 from export.stored import F32
 from runtime.core.errors import BundleError
@@ -19,10 +19,63 @@ _HEAD_DIMS = (
     *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
     *("rope.dimension_count", "rope.dimension_count_swa"),
 )
+_PARTIAL = (
+    "glm4",
+    "phi3",
+    "nemotron",
+    "stablelm",
+)  # architectures that may turn a part of each head
+# an architecture's entries beside the sizes -> transformers' names of the settings
+_OTHERS = {
+    "granite": {
+        **{"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"},
+        **{"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"},
+    },
+    "command-r": {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
+    "starcoder2": {"attention.layer_norm_epsilon": "norm_epsilon"},
+    "exaone": {"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
+    "nemotron": {"attention.layer_norm_epsilon": "norm_eps"},
+    "stablelm": {"attention.layer_norm_epsilon": "layer_norm_eps"},
+    "qwen3moe": {
+        **{"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+        "expert_feed_forward_length": "moe_intermediate_size",
+    },
+}
+# what llama.cpp computes in any case, where transformers has a setting for it
+_ALWAYS = {"qwen3moe": {"norm_topk_prob": True}}
+# a tensor -> the settings that are on if a file has it
+_TOLD_BY = {
+    "blk.0.attn_q.bias": ("attention_bias",),
+    "blk.0.attn_output.bias": ("attention_out_bias", "use_bias"),
+    "blk.0.ffn_up.bias": ("mlp_bias",),
+}
+_LISTED = ("llama", "qwen2", "qwen3", "gemma3")  # whose settings `families` lists
 GEMMA_27B_LAYERS = 62  # the one size whose attention is not scaled by its head dimension
 
 
-def read_config(file: GGUFFile, where: str) -> dict[str, Any]:
+def entries_of(arch: str) -> dict[str, str]:
+    """An architecture's entries for numbers beside the sizes, with transformers' names of these."""
+    others = _OTHERS.get(arch, {})
+    has_epsilon = any("epsilon" in key for key in others)
+    return others if has_epsilon else {**others, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+
+
+class Described(Protocol):
+    """What a configuration is read from: a file, or what is about to be one."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The entries by key."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """The tensors by name, each with its `shape`."""
+
+    def rows(self, name: str, index: slice) -> F32:
+        """The rows of a tensor."""
+
+
+def read_config(file: Described, where: str) -> dict[str, Any]:
     """The configuration in the spelling of a Hugging Face config.json.
 
     Raises BundleError for another architecture, or metadata that is missing or makes no sense.
@@ -43,7 +96,7 @@ def read_config(file: GGUFFile, where: str) -> dict[str, Any]:
 class _Metadata:
     """The entries of a file about its architecture, by keys without the architecture's name."""
 
-    file: GGUFFile
+    file: Described
     arch: str
     where: str
 
@@ -67,16 +120,18 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": float(f"{get('attention.layer_norm_rms_epsilon'):.7g}"),  # from float32
+        **{name: _number(get(key)) for key, name in entries_of(arch).items()},
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": get("context_length"),
         "rope_theta": float(get("rope.freq_base", 1e4)),
         "rope_scaling": _rope_scaling(entries, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
-    if arch == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    if arch == "llama" or arch not in _LISTED:
+        for tensor, names in _TOLD_BY.items():
+            config |= dict.fromkeys(names, tensor in file.tensors)
+    if arch in _PARTIAL:
+        config["partial_rotary_factor"] = get("rope.dimension_count", head_dim) / head_dim
     if arch == "gemma3":
         large = config["num_hidden_layers"] == GEMMA_27B_LAYERS
         config |= {
@@ -86,10 +141,21 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         }
     elif window := get("attention.sliding_window", 0):
         config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+        if arch not in _LISTED and window < config["max_position_embeddings"]:
+            raise BundleError(
+                f"{entries.where}: {arch}.attention.sliding_window = {window} is not supported; to "
+                "train on sequences within it, set context_length to at most its width"
+            )
+    config |= _ALWAYS.get(arch, {})
     for key in ("bos_token_id", "eos_token_id"):
         if f"tokenizer.ggml.{key}" in file.metadata:
             config[key] = file.metadata[f"tokenizer.ggml.{key}"]
     return config
+
+
+def _number(value: float) -> float | int:
+    """A value of float32 as it was written."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _gemma_windows(entries: _Metadata) -> dict[str, Any]:
@@ -123,6 +189,8 @@ def _head_dim(entries: _Metadata, default: int) -> int:
     """The numbers of a head's keys, of which there must be as many in a value and in RoPE."""
     head_dim: int = entries.get("attention.key_length", default)
     for key in _HEAD_DIMS:
+        if key == "rope.dimension_count" and entries.arch in _PARTIAL:
+            continue
         if (given := entries.get(key, head_dim)) != head_dim:
             raise BundleError(
                 f"{entries.where}: {entries.arch}.{key} = {given!r} is not supported; values, keys "
@@ -163,7 +231,7 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
     return scaling
 
 
-def has_rope_table(file: GGUFFile, arch: str) -> bool:
+def has_rope_table(file: Described, arch: str) -> bool:
     """Whether a file has a table of RoPE factors, which llama.cpp reads for llama alone."""
     return arch == "llama" and ROPE_FREQS in file.tensors
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from export.sources.gguf_config import entries_of
 from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import BundleError
 
@@ -172,10 +173,10 @@ def unknown_metadata(metadata: dict[str, Any], arch: str, where: str) -> list[st
 
     Raises BundleError for an entry that would have to be computed, and is not.
     """
-    unknown = []
+    unknown, own = [], {f"ARCH.{key}" for key in entries_of(arch)}
     for key, value in metadata.items():
         name = f"ARCH.{key.removeprefix(f'{arch}.')}" if key.startswith(f"{arch}.") else key
-        if _KNOWN.fullmatch(name):
+        if _KNOWN.fullmatch(name) or name in own:
             continue
         fixed = next((FIXED[k] for k, pattern in _FIXED.items() if pattern.fullmatch(name)), None)
         if fixed is None:

@@ -15,8 +15,17 @@ from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from runtime.core.errors import UsageError
 
 # GGUF architecture -> family
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
-
+ARCHITECTURES = {
+    **{"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"},
+    **{"granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2", "command-r": "cohere"},
+    **{"glm4": "glm4", "ernie4_5": "ernie4_5", "starcoder2": "starcoder2"},
+    **{"qwen3moe": "qwen3_moe", "phi3": "phi3", "seed_oss": "seed_oss", "gemma": "gemma"},
+    **{"hunyuan-dense": "hunyuan_v1_dense", "exaone": "exaone", "nemotron": "nemotron"},
+    **{"stablelm": "stablelm"},
+}
+# families whose heads llama.cpp turns by neighbours, and transformers by halves
+_TURNED = ("llama", "granite", "smollm3")
+_EXPERTS = (".switch_mlp.", ".experts.")  # mlx-lm's name, and the one that the library knows
 # layers whose rows llama's converter reorders -> the setting that says how many heads they have
 _REORDERED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
@@ -41,7 +50,8 @@ def tensor_names(arch: str, layers: int) -> Callable[[str], str | None]:
     names = get_tensor_name_map(number, layers)
 
     def name_of(name: str) -> str | None:
-        stored: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        known = name.replace(*_EXPERTS)
+        stored: str | None = names.get_name(known, try_suffixes=(".weight", ".bias"))
         return stored
 
     return name_of
@@ -53,10 +63,11 @@ def stored_rows(
     """The index in a file of each row of a tensor, (rows,); None where the order is the same.
 
     Row i of the model is row `stored_rows(...)[i]` of the file. llama.cpp rotates pairs of
-    neighbours, so its converter stores rows (half, j) of each of Llama's heads as (j, half).
+    neighbours, so its converter stores rows (half, j) of each head of Llama and others
+    as (j, half).
     """
     parts = name.split(".")
-    heads = _REORDERED.get(parts[-2]) if family == "llama" and len(parts) > 1 else None
+    heads = _REORDERED.get(parts[-2]) if family in _TURNED and len(parts) > 1 else None
     if heads is None:
         return None
     return np.arange(rows).reshape(config[heads], -1, 2).swapaxes(1, 2).reshape(-1)

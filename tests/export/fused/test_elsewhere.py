@@ -10,11 +10,23 @@ from support.bundles import runnable, settings
 from support.fusing import fused_model, silent
 from support.logits import apart, engine_logits, exact_factor, mlx_lm_logits, typical
 from support.models import Rng, Tiny, adapters_of, each_family, each_with_mixers
-from support.peers import LLAMA, TORCH, interpreter, llama_logits, peft_logits
+from support.peers import (
+    ANY_LLAMA,
+    LLAMA,
+    TORCH,
+    interpreter,
+    llama_logits,
+    peft_logits,
+    run_script,
+)
+from support.random_types import random_bundle
 
 from export.bundle import export_bundle
 from export.fused.checkpoint import write_checkpoint
 from export.fused.gguf import write_gguf
+from export.fused.model import FusedCheckpoint
+from export.sources.families import has_list
+from export.sources.gguf_names import ARCHITECTURES
 
 CLOSE = 1e-3
 TOKENS = 40  # longer than the windows of the tiny Gemma
@@ -48,6 +60,32 @@ def test_llama_cpp_loads_the_file(tiny: Tiny, tmp_path: Path, rng: Rng, family: 
     print(family, error := apart(theirs, engine_logits(bundle, adapters, tokens)))
     assert error < CLOSE
     assert apart(theirs, engine_logits(bundle, None, tokens)) > 0.01
+
+
+# llama.cpp's GELU is a table of float16, and Gemma's factor is rounded in a bundle
+WIDER = dict.fromkeys(("starcoder2", "gemma"), CLOSE)
+
+
+@pytest.mark.slow
+def test_llama_cpp_computes_every_architecture_as_here(tmp_path: Path, rng: Rng) -> None:
+    interpreter(*ANY_LLAMA)
+    ours = {}
+    for model_type in ARCHITECTURES.values():
+        if has_list(model_type, model_type):
+            continue  # see above
+        bundle = random_bundle(tmp_path / f"bundle of {model_type}", model_type)
+        tokens = rng.integers(3, bundle.manifest.vocab_size, TOKENS)
+        ours[model_type] = engine_logits(bundle, None, tokens)
+        (tmp_path / model_type).mkdir()
+        np.save(tmp_path / model_type / "tokens.npy", tokens)
+        with FusedCheckpoint(bundle, {}) as model:
+            path = tmp_path / model_type / "model.gguf"
+            write_gguf(model, path, "float32", False, silent)
+    run_script(ANY_LLAMA, "llama_logits.py", tmp_path)
+    for model_type, expected in ours.items():
+        error = apart(np.load(tmp_path / model_type / "logits.npy"), expected)
+        print(model_type, error)
+        assert error <= WIDER.get(model_type, 1e-5), model_type
 
 
 @pytest.mark.real

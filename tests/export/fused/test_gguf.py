@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from support.adapters import saved_adapter, written
 from support.bundles import runnable
 from support.bundles import settings as export_settings
 from support.files import listing
@@ -15,10 +16,12 @@ from support.fusing import dense, fused_model, silent
 from support.llama_names import MATRICES, NORMS, OUTSIDE, in_llamas_order
 from support.logits import apart, engine_logits
 from support.models import Rng, Tiny, adapters_of, each_family
+from support.random_types import random_bundle
 
 from export.bundle import export_bundle
 from export.fused.gguf import write_gguf
 from export.fused.gguf_metadata import add_metadata, rope_factors
+from export.fused.model import FusedCheckpoint
 from export.sources.gguf_config import read_config
 from export.sources.gguf_file import GGUFFile
 from runtime.bundle.store import Bundle
@@ -98,6 +101,63 @@ def test_read_again_it_has_the_logits_of_bundle_and_adapter(
     }
     expected = engine_logits(bundle, adapters, tokens)
     assert apart(engine_logits(again, None, tokens), expected) < SAME
+
+
+# turned and scaled, experts, and at length a part of each head, norms that add 1 with biases
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("granite", "qwen3_moe"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4", "nemotron")),
+    ],
+)
+def test_other_architectures_are_read_again_with_their_adapter(
+    tmp_path: Path, rng: Rng, model_type: str
+) -> None:
+    """An adapter's file adds to the model's file what fusing adds."""
+    bundle = random_bundle(tmp_path, model_type)
+    adapters = saved_adapter(bundle, rng, tmp_path / "ours")
+    fused, plain = (tmp_path / f"{name}.gguf" for name in ("fused", "plain"))
+    write(bundle, adapters, fused)
+    with FusedCheckpoint(bundle, {}) as model:
+        write_gguf(model, plain, "float32", False, silent)
+    settings = export_settings(fused, tmp_path / "again", bits=32, seq_lens=(32,))
+    again = runnable(export_bundle(settings).path)
+    tokens = rng.integers(0, bundle.manifest.vocab_size, 30)
+    expected = engine_logits(bundle, adapters, tokens)
+    assert apart(engine_logits(again, None, tokens), expected) < SAME
+    file = GGUFFile(written(bundle, tmp_path / "ours", "gguf", tmp_path / "adapter.gguf"))
+    before, after = GGUFFile(plain), GGUFFile(fused)
+    scale = file.metadata["adapter.lora.alpha"] / adapters.manifest.lora.rank
+    changed = {name.rpartition(".")[0] for name in file.tensors}
+    for name in after.tensors:
+        a, b = (f"{name}.lora_{part}" for part in "ab")
+        added = (
+            scale * file.rows(b, slice(None)) @ file.rows(a, slice(None)) if name in changed else 0
+        )
+        found = after.rows(name, slice(None)) - before.rows(name, slice(None))
+        assert np.abs(found - added).max() <= 1e-5, name
+    assert changed <= after.tensors.keys() and len(changed) == len(adapters.tensors) // 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "said"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
+        ("granite", {"attention_bias": True}, ""),
+    ],
+)
+def test_settings_that_a_file_cannot_say_are_refused_by_name(
+    tmp_path: Path, model_type: str, change: dict[str, object], said: str
+) -> None:
+    with FusedCheckpoint(random_bundle(tmp_path, model_type, **change), {}) as model:
+        if not said:
+            write_gguf(model, tmp_path / "model.gguf", "float32", False, silent)
+            return
+        with pytest.raises(UsageError, match=f"--format gguf: the model has {said}"):
+            write_gguf(model, tmp_path / "model.gguf", "float32", False, silent)
+    assert not (tmp_path / "model.gguf").exists()
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float16", 2**-11), ("bfloat16", 2**-8)])
