@@ -74,6 +74,7 @@ class HeapUse:
     value that may be mapped outside the heap, and `largest_logits_bytes` that of the largest logits
     of any block. `backward` is whether the method runs backward. `hole_bytes` are those of tiles
     that do not fit the holes that others leave, since what lies between these varies in size.
+    `wider_bytes` are those that the widest value takes more than hidden states.
     """
 
     alive_bytes: int
@@ -84,6 +85,7 @@ class HeapUse:
     largest_logits_bytes: int
     backward: bool
     hole_bytes: int = 0
+    wider_bytes: int = 0
 
 
 def unused_bytes(heap: Heap, use: HeapUse) -> int:
@@ -96,8 +98,10 @@ def unused_bytes(heap: Heap, use: HeapUse) -> int:
     off_heap = max(use.tile_bytes, use.chunk_bytes) if mapped else use.tile_bytes
     on_heap = max(0, use.alive_bytes - off_heap)
     share = heap.share + (heap.share_of_backward if use.backward else 0.0)
-    if use.value_bytes >= LONG_VALUE_BYTES:
-        share = heap.share_beside_mapped
     largest = 0 if mapped else use.largest_logits_bytes
     holes = use.hole_bytes + heap.share_of_logits * largest
+    if use.value_bytes >= LONG_VALUE_BYTES:
+        share = heap.share_beside_mapped
+    else:
+        holes += heap.share_of_wider * use.wider_bytes * (2 if use.backward else 1)
     return int(heap.flat_bytes + share * on_heap + holes)

@@ -41,6 +41,8 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share_beside_mapped: replaces both if long values are mapped outside the heap.
     share_of_logits: a share of one chunk of logits.
     share_of_kept: a share of the activations that are kept for the backward pass.
+    share_of_wider: a share of what the widest value takes more than hidden states, into whose holes
+        it does not fit; twice if the method runs backward.
 
     Weights that stay dequantized add nothing, since they are allocated together before all else.
 
@@ -53,6 +55,7 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share_beside_mapped: Share = 0.03
     share_of_logits: Share = 0.7
     share_of_kept: Share = 0.058
+    share_of_wider: Share = 0.33
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

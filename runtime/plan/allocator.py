@@ -62,6 +62,7 @@ def heap_use(model: PeakModel, alive_bytes: int, index: int) -> HeapUse:
         model.largest_logits_bytes,
         model.demand.backward,
         model.hole_bytes,
+        model.wider_bytes,
     )
 
 

@@ -457,6 +457,13 @@ class PeakModel:
             for name in (*operation.activations, *operation.results)
         )
 
+    @property
+    def wider_bytes(self) -> int:
+        """Bytes that the largest value takes more than hidden states."""
+        return max(
+            0, self.largest_whole_value - self.lowered.bucket * self.manifest.hidden_size * F32
+        )
+
     @cached_property
     def largest_logits_bytes(self) -> int:
         """Bytes of the logits of one row over a chunk of the vocabulary."""

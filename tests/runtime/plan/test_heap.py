@@ -21,7 +21,7 @@ from runtime.plan.allocator import heap_use
 from runtime.plan.lower import Sizes
 from runtime.plan.plan import Plan
 
-NOTHING = Heap(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NOTHING = Heap(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 SIZES = Sizes(2048, 16, 0, slices=True)
 
 
@@ -90,6 +90,18 @@ def test_logits_leave_a_share_of_a_chunk_unless_they_are_mapped(
     assert unused_bytes(heap, heap_use(model, 10**6, last)) == logits // 2
     monkeypatch.setattr("runtime.machine.glibc.MOST_HEAP_BLOCK_BYTES", logits - 1)
     assert unused_bytes(heap, heap_use(model, 10**6, last)) == 0
+
+
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+def test_wider_values_do_not_fit_holes_of_hidden_states_unless_they_are_mapped(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    manifest, task = tiny("lfm2", seq_lens=(1024,)).manifest, task_of(1024, method)
+    wider = 1024 * 2 * manifest.hidden_size * F32  # the convolutions' three parts, less one
+    times = {"mebp": 2, "mezo": 1}[method]
+    assert slack(manifest, task, SIZES, share_of_wider=0.25) == times * wider // 4
+    monkeypatch.setattr("runtime.machine.glibc.LONG_VALUE_BYTES", wider)
+    assert slack(manifest, task, SIZES, share_of_wider=0.25) == 0
 
 
 def test_what_is_kept_has_a_share_of_its_own_and_what_is_materialized_none(tiny: Tiny) -> None:
