@@ -31,8 +31,10 @@ GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its fil
 LEAST_CONTEXT = 64  # tokens; a shorter context is not proposed
 DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
-LOADED_BYTES = 2_200_000  # of oneDNN, which float32 loads only where a plan uses it
 PRODUCTS_BYTES = 2_500_000  # oneDNN's code for all shapes that are multiplied, and its scratchpad
+# In float32 also the library, which is loaded only where a plan uses it, its code that multiplies
+# any shape, and what each thread packs of the factors.
+FLOAT32_BYTES, PACKED_BYTES = 5_300_000, 2_200_000
 THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 # The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
@@ -389,8 +391,9 @@ class Planner:
         panel = min(blas.panel_bytes, model.execution.largest_tile_bytes())
         nbytes = self.machine.process_bytes
         if model.execution.onednn:  # the BLAS has one thread
-            loaded = self.machine.compute_dtype == "bfloat16"
-            nbytes += panel + PRODUCTS_BYTES + (0 if loaded else LOADED_BYTES)
+            nbytes += panel + PRODUCTS_BYTES
+            if self.machine.compute_dtype == "float32":
+                nbytes += FLOAT32_BYTES + blas.threads * PACKED_BYTES
         else:
             nbytes += blas.threads * panel
             if blas.threads > 1:
