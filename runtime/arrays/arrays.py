@@ -133,9 +133,18 @@ _streams = _Streams()
 
 @dataclass(frozen=True)
 class CpuArrays:
-    """Arrays changed in place with NumPy."""
+    """Arrays changed in place with NumPy.
+
+    `library` computes products with weights and activations, and with `in_float32` small products
+    too, for which its code and the factors that it packs take some more megabytes.
+    """
 
     library: OneDnn | None = None
+    in_float32: bool = True
+
+    @property
+    def _multiplies(self) -> OneDnn | None:
+        return self.library if self.in_float32 else None
 
     def settle(self, *arrays: Any) -> None:
         mx.eval(*arrays)
@@ -184,10 +193,10 @@ class CpuArrays:
 
     @quiet
     def matmul(self, x: mx.array, w: mx.array, scale: float = 1.0) -> mx.array:
-        if self.library is None:
+        if (library := self._multiplies) is None:
             return x @ w if scale == 1 else (x @ w) * scale
         y = np.empty((x.shape[0], w.shape[1]), np.float32)
-        self.library.multiply(_by_rows(x), view(w), y, add=False)
+        library.multiply(_by_rows(x), view(w), y, add=False)
         if scale != 1:
             np.multiply(y, np.float32(scale), out=y)
         return mx.array(y)  # copied here and now: zeros would be made by another thread
@@ -195,9 +204,9 @@ class CpuArrays:
     def add_matmul(
         self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None
     ) -> mx.array:
-        if self.library is not None:
+        if (library := self._multiplies) is not None:
             target = view(whole) if where is None else view(whole)[:, where]
-            self.library.multiply(_by_rows(x), view(w), target, add=True)
+            library.multiply(_by_rows(x), view(w), target, add=True)
             return whole
         if where is None:
             return mx.addmm(whole, x, w)
@@ -365,9 +374,14 @@ class GpuArrays:
             self.settle(result)
 
 
-def arrays_for(device: str, one_evaluation: bool = False, library: OneDnn | None = None) -> Arrays:
+def arrays_for(
+    device: str,
+    one_evaluation: bool = False,
+    library: OneDnn | None = None,
+    in_float32: bool = True,
+) -> Arrays:
     """The implementation for "cpu" or "gpu"; there more than an array may be one evaluation."""
-    return GpuArrays(one_evaluation) if device == "gpu" else CpuArrays(library)
+    return GpuArrays(one_evaluation) if device == "gpu" else CpuArrays(library, in_float32)
 
 
 def row_sums(x: mx.array) -> mx.array:

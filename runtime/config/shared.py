@@ -276,7 +276,7 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
     compute_dtype: str = choice(
         "float32",
         "what products with frozen weights are computed in, with sums and all else in float32; "
-        "bfloat16 needs a processor with AVX512-BF16 or AMX, and the extra bfloat16; auto: "
+        "bfloat16 needs a processor with AVX512-BF16 or AMX, and the extra onednn; auto: "
         "bfloat16 where it is faster",
         "float32",
         "bfloat16",

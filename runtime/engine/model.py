@@ -69,7 +69,8 @@ class Model:
         manifest, execution = self.bundle.manifest, self.lowered.execution
 
         library = load_onednn() if execution.onednn else None
-        arrays = arrays_for(manifest.device, execution.one_evaluation, library)
+        in_float32 = execution.compute_dtype == "float32"
+        arrays = arrays_for(manifest.device, execution.one_evaluation, library, in_float32)
 
         def by_offset(counts: Mapping[str, int]) -> dict[int, int]:
             return {manifest.matrices[name].packed.offset: n for name, n in counts.items()}

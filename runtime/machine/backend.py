@@ -39,6 +39,7 @@ NO_LIMIT = 1 << 60  # more bytes than any machine has
 AHEAD, LEAST_AHEAD_BYTES = 0.01, 100_000
 _planned = [0]  # the bytes that `limit_memory` was last told
 
+OF_PRODUCTS = "the library of products"  # a fact of `arithmetic`, where there is one
 REFERENCE = "reference"  # the BLAS in MLX's wheel for Linux
 TOO_LATE = (
     "MLX was imported before ondevice had set this process up: matrix products may run on MLX's "
@@ -163,7 +164,7 @@ def arithmetic(of_options: bool = True) -> dict[str, str]:
     facts = {"MLX's version": mlx_version(), "the BLAS": blas}
     facts["the number of BLAS threads"] = str(blas_threads())
     if of_options and (library := onednn.loaded()) is not None:
-        facts["the library of products"] = f"oneDNN {library.version}"
+        facts[OF_PRODUCTS] = f"oneDNN {library.version}"
     return facts | ({"the GPU": gpu} if (gpu := gpu_name()) else {})
 
 

@@ -36,7 +36,7 @@ ALIGNMENT = 64
 # Shapes whose code is kept. The layers of a model have some 30, and a head four more for each
 # number of scored positions. Code that multiplies every shape exists; but it takes 5 MB a thread
 # to pack factors, where this needs 0.15 MB a shape.
-SHAPES = 40
+SHAPES = 200
 SPINS = "1000000"  # some milliseconds, after which an idle OpenMP thread leaves its core to others
 
 Array = Any

@@ -232,6 +232,10 @@ class Operation(
         """The results that are products with frozen matrices."""
         return ()
 
+    def products_with_each(self, backward: bool) -> float:
+        """How many products with each of its matrices it computes, on average."""
+        return 1.0
+
     @property
     def statistics(self) -> tuple[str, ...]:
         """Further values that the forward computes if a backward will follow."""

@@ -58,6 +58,9 @@ class SlicedMlp(Function, frozen=True):
     def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return self.matrices(tensor)
 
+    def products_with_each(self, backward: bool) -> float:
+        return 5 / 3 if backward else 1.0  # gate and up are recomputed, down is not
+
     def learned_results(self, adapted: frozenset[str]) -> tuple[str, ...]:
         return self.outputs if self.learns(adapted) else ()
 

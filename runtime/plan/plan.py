@@ -1,7 +1,8 @@
 """The memory plan for a budget: tile sizes, kept activations, materialized weights, and the peak.
 
 Planning is pure arithmetic over lowered programs. A budget is spent on, in this order: the minimum,
-larger tiles of weights and slices of MLPs, kept activations, and weights that stay dequantized.
+larger tiles of weights and slices of MLPs, kept activations, and weights that stay dequantized. On
+a CPU the sizes are those with which a step is predicted to be fastest.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from runtime.operations.base import Evaluation
 from runtime.operations.values import F32
 from runtime.plan.allocator import Held, held_by_allocator, with_kept
 from runtime.plan.block_peaks import BlockPeak, PeakModel
+from runtime.plan.cost import seconds
 from runtime.plan.demand import Demand
 from runtime.plan.limit import check_limit, limit_warning
 from runtime.plan.lower import LoweredModel, Sizes, lower
@@ -29,8 +31,10 @@ GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its fil
 LEAST_CONTEXT = 64  # tokens; a shorter context is not proposed
 DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
-LOADED_BYTES = 2_200_000  # of oneDNN, which float32 loads only where a plan uses it
 PRODUCTS_BYTES = 2_500_000  # oneDNN's code for all shapes that are multiplied, and its scratchpad
+# In float32 also the library, which is loaded only where a plan uses it, its code that multiplies
+# any shape, and what each thread packs of the factors.
+FLOAT32_BYTES, PACKED_BYTES = 5_300_000, 2_200_000
 THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 # The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
@@ -47,10 +51,14 @@ LEVELS = (
     Sizes(4 << 20, 256, 96_000_000, slices=True),
     Sizes(4 << 20, 128, 64_000_000, slices=True),
     Sizes(2 << 20, 64, 48_000_000, slices=True),
+    Sizes(3 << 19, 64, 36_000_000, slices=True),
     Sizes(1 << 20, 64, 24_000_000, slices=True),
     Sizes(768 << 10, 64, 12_000_000, slices=True),
+    Sizes(640 << 10, 64, 12_000_000, slices=True),
     Sizes(512 << 10, 32, 8_000_000, slices=True),
+    Sizes(448 << 10, 32, 8_000_000, slices=True),
     Sizes(384 << 10, 32, 8_000_000, slices=True),
+    Sizes(320 << 10, 32, 8_000_000, slices=True),
     Sizes(256 << 10, 16, 4_000_000, slices=True),
 )
 # on a GPU, where an evaluation waits for it: whole blocks, or else whole operations
@@ -201,9 +209,10 @@ class Planner:
         self.manifest = msgspec.structs.replace(manifest, device=machine.device)
         self.machine = machine
         self._lowered: tuple[tuple[int, Sizes, int], LoweredModel] | None = None
+        self._predicted: dict[tuple[Request, Demand, Sizes, int], tuple[Plan, float]] = {}
 
     def plan(self, request: Request, demand: Demand, budget_bytes: int) -> Plan:
-        """The most generous plan that fits.
+        """The plan that fits and is fastest, or on a GPU, and with `PAPER`, the most generous one.
 
         Raises:
             BudgetError: not even the most frugal one fits; the message has the numbers and a way
@@ -215,7 +224,7 @@ class Planner:
         if plan is not None:
             return plan
         for levels in (self._operations(request, demand), self._levels(request)):
-            plan = self._first_that_fits(request, demand, levels, budget_bytes, smallest)
+            plan = self._best(request, demand, levels, budget_bytes, smallest)
             if plan is not None:
                 return plan
         for level in self._all_levels(request, demand):
@@ -224,7 +233,7 @@ class Planner:
                 return plan
         raise BudgetError(self._refusal(request, demand, budget_bytes, smallest))
 
-    def _first_that_fits(
+    def _best(
         self,
         request: Request,
         demand: Demand,
@@ -232,17 +241,32 @@ class Planner:
         budget_bytes: int,
         smallest: int,
     ) -> Plan | None:
-        """The most generous plan of these sizes that fits; None if none does."""
+        """The fastest plan of these sizes that fits, or on a GPU the first; None if none does."""
+        best: tuple[float, Plan] | None = None
         for level in levels:
             for lanes in demand.lanes:
-                plan = self.predict(request, demand, level, budget_bytes, smallest, lanes)
+                plan, expected = self._prediction(request, demand, level, lanes)
                 spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
-                if spare >= 0:
-                    generous = level is levels[0] and request.layout == "budget"
-                    return (
-                        self._with_spare(request, demand, level, plan, spare) if generous else plan
-                    )
-        return None
+                if spare < 0 or (best is not None and best[0] <= expected):
+                    continue
+                if level is levels[0] and request.layout == "budget":
+                    plan = self._with_spare(request, demand, level, plan, spare)
+                facts = {"budget_bytes": budget_bytes, "minimum_bytes": smallest}
+                best = expected, msgspec.structs.replace(plan, **facts)
+                if self.machine.device == "gpu":
+                    return best[1]
+        return None if best is None else best[1]
+
+    def _prediction(
+        self, request: Request, demand: Demand, sizes: Sizes, lanes: int
+    ) -> tuple[Plan, float]:
+        """The plan for given sizes, without a budget, and the seconds that a row takes by it."""
+        key = (request, demand, sizes, lanes)
+        if key not in self._predicted:
+            plan = self.predict(request, demand, sizes, 0, 0, lanes)
+            lowered = self.model(request, demand, sizes).lowered
+            self._predicted[key] = plan, seconds(lowered, demand.backward, lanes)
+        return self._predicted[key]
 
     def predict(
         self,
@@ -367,8 +391,9 @@ class Planner:
         panel = min(blas.panel_bytes, model.execution.largest_tile_bytes())
         nbytes = self.machine.process_bytes
         if model.execution.onednn:  # the BLAS has one thread
-            loaded = self.machine.compute_dtype == "bfloat16"
-            nbytes += panel + PRODUCTS_BYTES + (0 if loaded else LOADED_BYTES)
+            nbytes += panel + PRODUCTS_BYTES
+            if self.machine.compute_dtype == "float32":
+                nbytes += FLOAT32_BYTES + blas.threads * PACKED_BYTES
         else:
             nbytes += blas.threads * panel
             if blas.threads > 1:
@@ -427,7 +452,7 @@ class Planner:
     def _least(self, request: Request, demand: Demand) -> int:
         """The lowest peak of all levels, which need not be that of the smallest tiles."""
         return min(
-            self.predict(request, demand, level, 0, 0).predicted_peak_bytes
+            self._prediction(request, demand, level, demand.lanes[-1])[0].predicted_peak_bytes
             for level in self._all_levels(request, demand)
         )
 

@@ -17,7 +17,7 @@ from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.paths import text_path
-from runtime.machine.backend import arithmetic, use_device
+from runtime.machine.backend import OF_PRODUCTS, arithmetic, use_device
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.run_weights import open_weights, write_trained
 from runtime.methods.full.weights import FullWeights
@@ -126,7 +126,9 @@ def _replayed(
     not_compared: str | None = None,
 ) -> Replayed:
     saved = folder.saves.latest()
-    others = "" if saved is None else folder.saves.read(saved).other_arithmetic(arithmetic())
+    others = ""
+    if saved is not None:  # a replay multiplies nothing by weights
+        others = folder.saves.read(saved).other_arithmetic(arithmetic(), but=OF_PRODUCTS)
     return Replayed(
         other_arithmetic=others,
         steps=len(updates),

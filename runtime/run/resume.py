@@ -114,8 +114,6 @@ def _continue(
     config, bundle = to_resume(config, bundle)
     chosen = _plan_again(config, bundle, folder, events, team.size)
     announce(chosen, events)
-    if state is not None and (others := state.other_arithmetic(arithmetic())):
-        events.note(warning(f"the last bits may differ from those of an unbroken run: {others}"))
     rows = open_run_rows(config, bundle, folder.path)
     folder.check_tokens()
     samples = Samples.of(config, bundle.manifest, rows.train)
@@ -131,7 +129,9 @@ def _continue(
         )
     if state is None and _has_lines(folder.metrics.path):
         events.note(f"{folder.path} has no save: it is trained from its beginning")
-    session = open_session(bundle, chosen, weights)
+    session = open_session(bundle, chosen, weights)  # loads what the plan multiplies by
+    if state is not None and (others := state.other_arithmetic(arithmetic())):
+        events.note(warning(f"the last bits may differ from those of an unbroken run: {others}"))
     adapters, running = state_of(config, session, folder, rows.train, state, team)
     invite(config, folder, chosen, bundle, team, events)
     trainer = Trainer(

@@ -46,14 +46,14 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sha256 = hashlib.sha256(plain).hexdigest()
         return msgspec.json.encode(msgspec.structs.replace(self, sha256=sha256)) + b"\n"
 
-    def other_arithmetic(self, here: Mapping[str, str]) -> str:
-        """The facts of `here` that were others in this save, as text; empty if none was."""
+    def other_arithmetic(self, here: Mapping[str, str], but: str = "") -> str:
+        """The facts of `here` that were others in this save, `but` one; empty if none was."""
         if self.arithmetic is msgspec.UNSET:
             return ""
         return ", ".join(
             f"{name} is {here.get(name, 'none')}, not {before}"
             for name, before in self.arithmetic.items()
-            if here.get(name) != before
+            if name != but and here.get(name) != before
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from runtime.core.units import parse_bytes
 from runtime.machine.backend import PANEL_BYTES, ROW_BYTES, cores, prepare
 from runtime.machine.machine import Machine
 from runtime.operations.values import F32
+from runtime.plan.cost import seconds
 from runtime.plan.lower import Sizes, lower
 from runtime.plan.plan import (
     LEVELS,
@@ -277,3 +279,24 @@ def test_a_plan_follows_from_its_own_choices(tiny: Tiny, machine: Machine, metho
         plan = plan_of(manifest, task, budget, machine)
         assert Planner(manifest, machine).again(plan, *task) == plan
         assert not deciding_differences(plan, Planner(manifest, other).again(plan, *task))
+
+
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+@pytest.mark.parametrize("onednn", [False, True])
+def test_more_budget_never_buys_a_slower_plan(tiny: Tiny, method: str, onednn: bool) -> None:
+    manifest, task = tiny("qwen2").manifest, task_of(64, method)
+    machine = msgspec.structs.replace(LINUX, onednn=onednn)
+    planner = Planner(manifest, machine)
+    least = planner.plan(*task, PLENTY).minimum_bytes
+    before = math.inf
+    known = set()
+    for budget in np.geomspace(least, 2 * least, 40):
+        plan = planner.plan(*task, int(budget) + 1)
+        known.add((plan.tile_values, plan.kept_layers, plan.materialized_layers, plan.onednn))
+        lowered = planner.model(*task, plan.sizes).lowered
+        kept = (plan.kept_layers, plan.materialized_layers)
+        now = seconds(lowered, task.demand.backward, plan.lanes, *kept)
+        assert now <= before
+        before = now
+    assert len(known) >= 3  # so that there was something to compare
+    assert plan.onednn == onednn

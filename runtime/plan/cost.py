@@ -1,0 +1,86 @@
+"""Seconds that a row takes by a plan on a CPU, roughly: to compare plans, not to promise times.
+
+The constants were measured with Qwen2.5 0.5B's shapes on two cores of an Intel Sapphire Rapids. On
+other processors seconds differ, and which of two plans is faster hardly does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from runtime.arrays.stored import Matrix
+from runtime.operations.base import Execution
+from runtime.plan.lower import LoweredBlock, LoweredModel
+
+OPERATION_S = 1 / 290e9  # of a product
+EDGE = 20  # a product with n rows, columns or tokens takes as long as one with n + EDGE
+DEQUANTIZED_S = 0.9e-9  # a value
+BY_ONEDNN_S = 0.4e-9  # the same
+READ_S = 0.35e-9  # a byte
+TILE_S = 150e-6  # what waits between the products with two tiles
+QUERIES_S = 800e-6  # the same of a block of queries, forward or backward
+
+
+def seconds(
+    model: LoweredModel, backward: bool, lanes: int, kept: int = 0, materialized: int = 0
+) -> float:
+    """A row's forward, with `backward` also its backward, where the last `kept` layers keep values.
+
+    The first `materialized` layers stay dequantized. Of `lanes` rows that run together each takes
+    its share of reading and dequantizing.
+    """
+    execution, layers = model.execution, model.layers
+    total = 0.0
+    for index, layer in enumerate(layers):
+        stays = index < materialized
+        for matrix, height, width, products in _passes(
+            layer, execution, backward, index >= len(layers) - kept
+        ):
+            total += _product_seconds(execution.bucket, height, width, products) * (
+                matrix.rows * matrix.columns / (height * width)
+            )
+            total += 0.0 if stays else _loading_seconds(matrix, execution) / lanes
+    blocks = -(-execution.bucket // execution.attention_block)
+    total += len(layers) * blocks * QUERIES_S * (2 if backward else 1)
+    return total + _head_seconds(model, backward, lanes)
+
+
+def _passes(
+    layer: LoweredBlock, execution: Execution, backward: bool, keeps: bool
+) -> Iterator[tuple[Matrix, int, int, float]]:
+    """Each pass over a matrix: its tiles' rows and columns, and the products with each tile."""
+    forward = layer.keeping if keeps else layer.forward
+    further = (layer.backward_kept if keeps else layer.backward) if backward else ()
+    for instruction in (*forward, *further):
+        operation = instruction.operation
+        for name in operation.multiplied(layer.block.tensor):
+            matrix = execution.tables.matrices[name]
+            height = min(matrix.rows, execution.tile_rows[name])
+            columns = {**execution.tile_columns, **execution.expert_columns}
+            width = min(matrix.columns, columns.get(name, matrix.columns))
+            yield matrix, height, width, operation.products_with_each(instruction.backward)
+
+
+def _head_seconds(model: LoweredModel, backward: bool, lanes: int) -> float:
+    """One pass over the vocabulary for all tokens."""
+    execution, last = model.execution, model.blocks[-1]
+    if last.head is None:
+        return 0.0
+    total = 0.0
+    for name in last.head.multiplied(last.block.tensor):
+        matrix = execution.tables.matrices[name]
+        height = min(matrix.rows, execution.chunk_rows)
+        chunk = _product_seconds(execution.bucket, height, matrix.columns, 2 if backward else 1)
+        total += chunk * matrix.rows / height + _loading_seconds(matrix, execution) / lanes
+    return total
+
+
+def _product_seconds(tokens: int, height: int, width: int, products: float) -> float:
+    """The products of so many tokens with one tile."""
+    operations = 2.0 * (tokens + EDGE) * (height + EDGE) * (width + EDGE)
+    return products * operations * OPERATION_S + TILE_S
+
+
+def _loading_seconds(matrix: Matrix, execution: Execution) -> float:
+    value_s = BY_ONEDNN_S if execution.onednn else DEQUANTIZED_S
+    return matrix.rows * matrix.columns * value_s + matrix.nbytes * READ_S
