@@ -72,6 +72,7 @@ if __name__ == "__main__":
         "mlx": mlx_version(),
         "device": DEVICE,
         "gpu": gpu_name(),
+        "nvidia": mx.cuda.is_available(),
         "tf32": os.environ["MLX_ENABLE_TF32"],
         "blas": PREPARED.blas,
         "warning": PREPARED.warning,

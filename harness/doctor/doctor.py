@@ -65,6 +65,10 @@ def _mlx(probed: dict[str, Any]) -> Finding:
             way += "MLX_ENABLE_TF32"
             return Finding("MLX", Status.WARNING, f"{text}, with TF32", way, facts)
         text += ", without TF32"
+        if probed["nvidia"]:
+            way = "budgets do not hold on NVIDIA's GPUs: a footprint has none of their memory, and "
+            way += "a plan not all that their libraries take; --device cpu keeps them"
+            return Finding("MLX", Status.WARNING, text, way, facts)
     return Finding("MLX", Status.OK, text, facts=facts)
 
 

@@ -69,7 +69,8 @@ def test_what_is_broken_ends_with_1_and_the_rest_is_shown(monkeypatch: pytest.Mo
 
 def probed(rate: float, **more: object) -> str:
     facts = {"mlx": "1", "device": "cpu", "blas": "OpenBLAS (x)", "warning": "", "threads": 2}
-    facts |= {"gpu": "", "tf32": "0", "onednn": False, "products": {"name": "float32", "reason": "why"}}
+    facts |= {"gpu": "", "nvidia": False, "tf32": "0", "onednn": False}
+    facts |= {"products": {"name": "float32", "reason": "why"}}
     return json.dumps({**facts, "speeds": {PRODUCTS: rate}, **more})
 
 
@@ -230,6 +231,14 @@ def test_a_gpu_that_rounds_to_tf32_is_warned_of(monkeypatch: pytest.MonkeyPatch)
     assert (exact.status, rounding.status) == (Status.OK, Status.WARNING)
     assert "Apple M5" in exact.text and "without TF32" in exact.text
     assert "unset MLX_ENABLE_TF32" in rounding.way
+
+
+def test_budgets_do_not_hold_on_nvidia_s_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = probed(900.0, device="gpu", gpu="NVIDIA H200", nvidia=True)
+    monkeypatch.setattr(doctor, "ondevice", lambda *words, module: gpu)
+    found = computing()[0]
+    assert found.status is Status.WARNING and "NVIDIA H200" in found.text
+    assert "budgets do not hold" in found.way and "--device cpu" in found.way
 
 
 @pytest.mark.parametrize(("version", "status"), [("13.6", Status.BROKEN), ("14.1", Status.OK)])

@@ -186,7 +186,9 @@ def test_of_a_float_tile_only_the_float32_values_stay(
     tile = matrices.tile(matrix, 0, matrix.rows)
     taken = mx.get_active_memory() - before
     expected = 4 * matrix.rows * matrix.columns
-    assert expected <= taken < 1.1 * expected
+    # an NVIDIA GPU frees what an operation has read a moment after it has ended
+    late = matrix.packed.nbytes if mx.cuda.is_available() else 0
+    assert expected <= taken < 1.1 * expected + late
     assert tile.columns[0].shape == (matrix.rows, matrix.columns)
 
 
