@@ -132,6 +132,7 @@ def _add_tensors(
         nbytes = math.prod(shape) * item.itemsize
         experts = model.config["num_experts"] if ".switch_mlp." in name else 0
         stated = (experts, shape[0] // experts, *shape[1:]) if experts else shape
+        stated = stated[:2] if stated[2:] == (1,) else stated  # of filters
         writer.add_tensor_info(stored, stated, item, nbytes, _GGML[form][0])
         parts = slices.bytes_of(name, shape, form, partial(_stored_rows, model, name))
         tensors.append(_Tensor(nbytes, parts))

@@ -11,6 +11,7 @@ from export.sources.families import completed_config, has_list, normalise_config
 from export.sources.general import is_neutral_name
 from export.sources.gguf_config import (
     GEMMA_27B_LAYERS,
+    as_stated,
     entries_of,
     llama3_factors,
     read_config,
@@ -21,7 +22,10 @@ from export.stored import F32
 from runtime.core.errors import UsageError
 
 _CLOSE = 1e-6  # of a number that a file has in float32
-_NOT_COMPARED = {"rope_scaling"}  # whose kinds are refused one by one
+# kinds of scalings are refused one by one; the others are sizes that LFM2 computes its own of
+_NOT_COMPARED = {
+    *("rope_scaling", "block_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier"),
+}
 _YARN = {"rope_type", "type", "factor", "original_max_position_embeddings"}
 
 
@@ -31,6 +35,7 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
     Raises:
         UsageError: llama.cpp computes the model in another way; the message names the setting.
     """
+    config = as_stated(family, config)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = head_dim_of(config)
     writer.add_vocab_size(vocab_size)
@@ -49,7 +54,8 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
     for key, name in entries_of(writer.arch).items():
         add = writer.add_float32 if isinstance(config[name], float) else writer.add_uint32
         add(f"{writer.arch}.{key}", config[name])
-    writer.add_rope_freq_base(float(config["rope_theta"]))
+    if "rope_theta" in config:
+        writer.add_rope_freq_base(float(config["rope_theta"]))
     _add_rope_scaling(writer, family, config)
     if family == "gemma3_text":
         scale = hidden // heads if config["num_hidden_layers"] == GEMMA_27B_LAYERS else head_dim
@@ -84,6 +90,7 @@ def check_metadata(writer: GGUFWriter, family: str, config: dict[str, Any]) -> N
     entries = {key: entry.value for key, entry in writer.kv_data[0].items()}
     raw = read_config(_Announced(entries, writer.tensors[0]), family)
     again = completed_config(family, normalise_config(raw, family, not raw["tie_word_embeddings"]))
+    config, again = as_stated(family, config), as_stated(family, again)
     off = set() if unlike_full(config) else {"sliding_window"}  # where all layers see all tokens
     for key in sorted(config.keys() & again.keys() - neutral_settings() - _NOT_COMPARED - off):
         found, own = again[key], config[key]

@@ -123,7 +123,9 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def _flat(tensor: GGUFTensor, expected: tuple[int, ...]) -> GGUFTensor:
-    """Experts (N, R, C) as the matrix (N * R, C), others as they are."""
+    """Experts (N, R, C) as the matrix (N * R, C), filters (C, W) as (C, W, 1), others as it is."""
+    if expected == (*tensor.shape, 1):
+        return replace(tensor, shape=expected)
     if len(tensor.shape) != 3 or len(expected) != 2:
         return tensor
     count, rows, columns = tensor.shape

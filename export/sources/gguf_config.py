@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from export.sources.general import settings_class
 from export.sources.gguf_names import ARCHITECTURES
 from export.stored import F32
 from runtime.core.errors import BundleError
@@ -33,6 +34,8 @@ _OTHERS = {
     },
     "command-r": {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
     "starcoder2": {"attention.layer_norm_epsilon": "norm_epsilon"},
+    "gpt2": {"attention.layer_norm_epsilon": "layer_norm_epsilon"},
+    "lfm2": {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
     "exaone": {"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
     "nemotron": {"attention.layer_norm_epsilon": "norm_eps"},
     "stablelm": {"attention.layer_norm_epsilon": "layer_norm_eps"},
@@ -50,6 +53,7 @@ _TOLD_BY = {
     "blk.0.ffn_up.bias": ("mlp_bias",),
 }
 _LISTED = ("llama", "qwen2", "qwen3", "gemma3")  # whose settings `families` lists
+_CONVOLUTION = "conv"  # a type of layer
 GEMMA_27B_LAYERS = 62  # the one size whose attention is not scaled by its head dimension
 
 
@@ -73,6 +77,22 @@ class Described(Protocol):
 
     def rows(self, name: str, index: slice) -> F32:
         """The rows of a tensor."""
+
+
+def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration by the names of transformers, with the width that LFM2's MLPs really have."""
+    names = settings_class(family).attribute_map.items()
+    stated = {**config, **{name: config[own] for name, own in names if own in config}}
+    stated.setdefault("intermediate_size", 4 * stated["hidden_size"])  # GPT-2's
+    if stated.get("block_auto_adjust_ff_dim"):
+        part = stated["block_multiple_of"]
+        width = int(stated["block_ffn_dim_multiplier"] * int(2 * stated["intermediate_size"] / 3))
+        width = -(-width // part) * part
+        stated |= {"intermediate_size": width, "block_auto_adjust_ff_dim": False}
+    if _CONVOLUTION in (types := stated.get("layer_types") or ()):
+        heads = stated["num_key_value_heads"]
+        stated["num_key_value_heads"] = [heads * (kind != _CONVOLUTION) for kind in types]
+    return stated
 
 
 def read_config(file: Described, where: str) -> dict[str, Any]:
@@ -124,9 +144,10 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": get("context_length"),
         "rope_theta": float(get("rope.freq_base", 1e4)),
-        "rope_scaling": _rope_scaling(entries, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
+    if (scaling := _rope_scaling(entries, head_dim)) is not None:
+        config["rope_scaling"] = scaling
     if arch == "llama" or arch not in _LISTED:
         for tensor, names in _TOLD_BY.items():
             config |= dict.fromkeys(names, tensor in file.tensors)
@@ -147,6 +168,10 @@ def _config(entries: _Metadata) -> dict[str, Any]:
                 "train on sequences within it, set context_length to at most its width"
             )
     config |= _ALWAYS.get(arch, {})
+    if arch == "lfm2":  # says the heads of each layer, none for convolutions
+        heads_of = np.ravel(get("attention.head_count_kv")).tolist()
+        types = [_CONVOLUTION if not heads else "full_attention" for heads in heads_of]
+        config |= {"layer_types": types, "block_auto_adjust_ff_dim": False}
     for key in ("bos_token_id", "eos_token_id"):
         if f"tokenizer.ggml.{key}" in file.metadata:
             config[key] = file.metadata[f"tokenizer.ggml.{key}"]
@@ -174,6 +199,8 @@ def _widths(entries: _Metadata) -> tuple[int, int, int]:
     """The width of the hidden state, the heads of queries, and those of keys and values."""
     hidden, heads = entries.get("embedding_length"), entries.get("attention.head_count")
     kv_heads = entries.get("attention.head_count_kv", heads)
+    if entries.arch == "lfm2":
+        kv_heads = int(np.max(kv_heads))
     if "token_embd.weight" not in entries.file.tensors:
         raise BundleError(f"{entries.where}: token_embd.weight is missing")
     if not all(isinstance(value, int) and value > 0 for value in (hidden, heads, kv_heads)):

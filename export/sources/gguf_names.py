@@ -21,7 +21,7 @@ ARCHITECTURES = {
     **{"glm4": "glm4", "ernie4_5": "ernie4_5", "starcoder2": "starcoder2"},
     **{"qwen3moe": "qwen3_moe", "phi3": "phi3", "seed_oss": "seed_oss", "gemma": "gemma"},
     **{"hunyuan-dense": "hunyuan_v1_dense", "exaone": "exaone", "nemotron": "nemotron"},
-    **{"stablelm": "stablelm"},
+    **{"stablelm": "stablelm", "gpt2": "gpt2", "lfm2": "lfm2"},
 }
 # families whose heads llama.cpp turns by neighbours, and transformers by halves
 _TURNED = ("llama", "granite", "smollm3")
@@ -51,8 +51,14 @@ def tensor_names(arch: str, layers: int) -> Callable[[str], str | None]:
 
     def name_of(name: str) -> str | None:
         known = name.replace(*_EXPERTS)
-        stored: str | None = names.get_name(known, try_suffixes=(".weight", ".bias"))
-        return stored
+        for inner in (
+            known,
+            known.replace("model.h.", "transformer.h."),
+            known.removeprefix("model."),
+        ):
+            if (stored := names.get_name(inner, try_suffixes=(".weight", ".bias"))) is not None:
+                return str(stored)
+        return None
 
     return name_of
 
