@@ -52,8 +52,13 @@ _KEPT = (
     *("vocab_size", "max_position_embeddings", "pad_token_id"),
     *("hidden_act", "hidden_activation", "activation_function", "rms_norm_eps"),
 )
-# model types that mlx-lm has no class for, or one whose layers are given too much -> our module
-OWN = {"opt": "export.sources.opt", "gemma4_text": "export.sources.gemma4"}
+# model types that mlx-lm has no class for, or one that leaves something out, or whose layers are
+# given too much -> our module
+OWN = {
+    "gemma2": "export.sources.gemma2",
+    "gemma4_text": "export.sources.gemma4",
+    "opt": "export.sources.opt",
+}
 _NEEDED = inspect.Parameter.empty  # the default of an argument without one
 # arguments that classes of mlx-lm need and transformers has no setting for -> what it computes
 _ABSENT = {
