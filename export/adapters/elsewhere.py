@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from export.adapters.adapter import Adapter
-from export.sources.origins import Origin, origins_in
+from export.sources.origins import origins_in
+from export.sources.source import Origin
 from export.stored import F32
 
 _WEIGHT = ".weight"

@@ -57,8 +57,13 @@ _OTHERWISE = {
     *("architectures", "dtype", "transformers_version", "rope_parameters", "rope_scaling"),
     *(*_BASES, *_TURNED),
 }
-# model types that mlx-lm has no class for, or one whose layers are given too much -> our module
-OWN = {"opt": "export.sources.opt", "gemma4_text": "export.sources.gemma4"}
+# model types that mlx-lm has no class for, or one that leaves something out, or whose layers are
+# given too much -> our module
+OWN = {
+    "gemma2": "export.sources.gemma2",
+    "gemma4_text": "export.sources.gemma4",
+    "opt": "export.sources.opt",
+}
 _NEEDED = inspect.Parameter.empty  # the default of an argument without one
 # arguments that classes of mlx-lm need and transformers has no setting for -> what it computes
 _ABSENT = {

@@ -25,7 +25,6 @@ from export.sources.families import (
 )
 from export.sources.general import Made, completed, shifts, tensors_made
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
-from export.sources.origins import RENAMED, Origin
 from export.sources.safetensors_files import (
     FLOAT_TYPES,
     AnyTensor,
@@ -38,7 +37,9 @@ from export.sources.safetensors_files import (
 from export.sources.settings import unknown_settings
 from export.sources.source import (
     INSIDE,
+    RENAMED,
     Checkpoint,
+    Origin,
     check_tensors,
     first_names,
     slices,

@@ -8,34 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
+from export.sources.source import RENAMED, Origin
 from runtime.core.errors import BundleError, UsageError
-
-RENAMED = "renamed"  # in a provenance; True in bundles of earlier versions
-
-
-class Origin(NamedTuple):
-    """Of the `height` rows of the tensor `name` of a checkpoint, `rows` from `first` on.
-
-    With `transposed` the checkpoint has it as (in, out), and its rows are columns there. `columns`
-    are the first one, how many there are, and how many the checkpoint's has; None for all.
-    """
-
-    name: str
-    first: int
-    rows: int
-    height: int
-    transposed: bool = False
-    columns: tuple[int, int, int] | None = None
-
-    @property
-    def across(self) -> tuple[int, int, int]:
-        """The columns, where all are one."""
-        return self.columns or (0, 1, 1)
-
 
 Origins = Mapping[str, tuple[Origin, ...]]
 

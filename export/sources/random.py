@@ -19,8 +19,7 @@ from export.sources.families import (
     parameter_shapes,
 )
 from export.sources.general import whole_tensors
-from export.sources.origins import RENAMED, Origin
-from export.sources.source import Checkpoint
+from export.sources.source import RENAMED, Checkpoint, Origin
 from export.stored import F32
 from runtime.core.errors import UsageError
 

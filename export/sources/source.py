@@ -8,14 +8,35 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.core.errors import BundleError
 
 # in a provenance: the type of the text model, where it is inside of one that sees or hears
 INSIDE = "text_model_type"
+RENAMED = "renamed"  # in a provenance; True in bundles of earlier versions
 SLICE_VALUES = 4 << 20  # how many values of a tensor are in memory at a time
+
+
+class Origin(NamedTuple):
+    """Of the `height` rows of the tensor `name` of a checkpoint, `rows` from `first` on.
+
+    With `transposed` the checkpoint has it as (in, out), and its rows are columns there. `columns`
+    are the first one, how many there are, and how many the checkpoint's has; None for all.
+    """
+
+    name: str
+    first: int
+    rows: int
+    height: int
+    transposed: bool = False
+    columns: tuple[int, int, int] | None = None
+
+    @property
+    def across(self) -> tuple[int, int, int]:
+        """The columns, where all are one."""
+        return self.columns or (0, 1, 1)
 
 
 class Checkpoint(ABC):

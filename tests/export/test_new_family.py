@@ -185,7 +185,8 @@ def test_mlx_lm_reads_what_is_fused(bundle: Bundle, rng: Rng, tmp_path: Path) ->
     if why := ELSEWHERE.get(bundle.manifest.family):
         pytest.skip(why)
     adapters = adapters_of(bundle, rng)
-    tokens = rng.integers(0, bundle.manifest.vocab_size, 30)
+    windows = bundle.manifest.family == "gemma2"  # which mlx-lm passes over
+    tokens = rng.integers(0, bundle.manifest.vocab_size, 16 if windows else 30)
     with fused_model(bundle, adapters) as model:
         write_checkpoint(model, tmp_path / "hf", "float32", 1 << 40, False, silent)
     expected = engine_logits(bundle, adapters, tokens)

@@ -66,7 +66,6 @@ OF_IMAGES = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 
 OF_TYPE: dict[str, Settings] = {
     "gpt_neox": {"intermediate_size": 256},
     "gemma3_text": {"num_hidden_layers": 6},
-    "gemma2": {"sliding_window": 256},
     "gemma4_unified_text": {"global_head_dim": 32, "final_logit_softcapping": 30.0},
     "gemma4_text": {
         **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY},

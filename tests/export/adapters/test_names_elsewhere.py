@@ -23,8 +23,8 @@ from export.adapters.elsewhere import terms_elsewhere
 from export.bundle import export_bundle
 from export.fused.checkpoint import write_checkpoint
 from export.sources.families import transformers_config
-from export.sources.origins import RENAMED
 from export.sources.random import PRESETS
+from export.sources.source import RENAMED
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, UsageError
