@@ -94,6 +94,9 @@ class Arrays(Protocol):
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         """A contiguous copy of x[where], evaluated."""
 
+    def apart(self, x: mx.array, others: Sequence[mx.array]) -> mx.array:
+        """x, evaluated; a copy if it is a part of a larger one of `others`, which it would keep."""
+
     def row_max(self, x: mx.array) -> mx.array:
         """The largest of the last axis (..., n), as (..., 1), evaluated."""
 
@@ -225,6 +228,12 @@ class CpuArrays:
         view(part)[...] = taken
         return part
 
+    def apart(self, x: mx.array, others: Sequence[mx.array]) -> mx.array:
+        larger = [one for one in others if one.dtype == mx.float32 and one.nbytes > x.nbytes]
+        if any(np.may_share_memory(view(x), view(one)) for one in larger):
+            return self.contiguous(x, ...)
+        return x
+
     def row_max(self, x: mx.array) -> mx.array:
         return mx.array(view(x).max(axis=-1, keepdims=True))
 
@@ -344,6 +353,9 @@ class GpuArrays:
         part = mx.contiguous(x[where])
         self.settle(part)
         return part
+
+    def apart(self, x: mx.array, others: Sequence[mx.array]) -> mx.array:
+        return x
 
     def row_max(self, x: mx.array) -> mx.array:
         most = x.max(axis=-1, keepdims=True)

@@ -59,3 +59,18 @@ def test_an_evaluation_leaves_the_memory_limit_as_it_was(rng: Rng, limit: int) -
         assert mx.set_memory_limit(before) == limit
     finally:
         mx.set_memory_limit(before)
+
+
+def test_a_part_of_a_larger_array_does_not_keep_it(rng: Rng) -> None:
+    whole = mx.array(rng.standard_normal((64, 96)).astype(np.float32))
+    first, rest = mx.split(whole, [32], axis=-1)
+    turned, all_of_it = rest.reshape(64, 2, 32).transpose(1, 0, 2), whole.reshape(96, 64)
+    mx.eval(first, turned, all_of_it)
+    arrays, kept = CpuArrays(), whole.nbytes
+    expected = np.array(turned)
+    assert arrays.apart(all_of_it, [whole]) is all_of_it
+    parts = [arrays.apart(part, [whole]) for part in (first, turned)]
+    before = mx.get_active_memory()
+    del whole, first, rest, turned, all_of_it
+    assert before - mx.get_active_memory() == kept
+    np.testing.assert_array_equal(np.array(parts[1]), expected)
