@@ -25,6 +25,7 @@ from runtime.plan.cost import seconds
 from runtime.plan.demand import Demand
 from runtime.plan.limit import check_limit, limit_warning
 from runtime.plan.lower import LoweredModel, Sizes, lower
+from runtime.plan.sizes import BLOCK, DEQUANTIZED_FROM, LEVELS, OPERATIONS, PAPER
 from runtime.storage.read_ahead import BUFFER_BYTES
 
 GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its file
@@ -43,31 +44,6 @@ MARGIN = 0.95
 # The readings of two equal processes differ by up to this much. `ondevice train` must not refuse
 # the smallest budget that `ondevice plan` has named.
 READING_BYTES = 200_000
-
-# MeBP as its paper describes it: a whole layer dequantized at once, all scores and all logits
-PAPER = Sizes(1 << 62, 1 << 30, 128_000_000, materialize_blocks=True)
-LEVELS = (
-    Sizes(4 << 20, 256, 128_000_000, slices=True),
-    Sizes(4 << 20, 256, 96_000_000, slices=True),
-    Sizes(4 << 20, 128, 64_000_000, slices=True),
-    Sizes(2 << 20, 64, 48_000_000, slices=True),
-    Sizes(3 << 19, 64, 36_000_000, slices=True),
-    Sizes(1 << 20, 64, 24_000_000, slices=True),
-    Sizes(768 << 10, 64, 12_000_000, slices=True),
-    Sizes(640 << 10, 64, 12_000_000, slices=True),
-    Sizes(512 << 10, 32, 8_000_000, slices=True),
-    Sizes(448 << 10, 32, 8_000_000, slices=True),
-    Sizes(384 << 10, 32, 8_000_000, slices=True),
-    Sizes(320 << 10, 32, 8_000_000, slices=True),
-    Sizes(256 << 10, 16, 4_000_000, slices=True),
-)
-# on a GPU, where an evaluation waits for it: whole blocks, or else whole operations
-BLOCK = Sizes(4 << 20, 256, 128_000_000, evaluation="block")
-OPERATIONS = tuple(
-    Sizes(4 << 20, block, cache, evaluation="operation")
-    for block, cache in ((256, 128_000_000), (256, 64_000_000), (128, 32_000_000), (64, 16_000_000))
-)
-DEQUANTIZED_FROM = 3  # the first of LEVELS on a CPU: larger tiles do not fit its caches
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]

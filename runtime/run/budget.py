@@ -23,13 +23,13 @@ from runtime.plan.lower import lower
 from runtime.plan.plan import (
     DECODING_LANES,
     EVALUATION_LANES,
-    LEVELS,
     Plan,
     Planner,
     Request,
     choose_bucket,
     deciding_differences,
 )
+from runtime.plan.sizes import LEVELS
 
 EVALUATION = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), all_adapters=True, trains=False)
 """The demand of an evaluation: the adapters of all blocks, and rows that travel together."""

@@ -42,7 +42,8 @@ from runtime.methods.noise import Noise
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.plan.lower import Sizes
-from runtime.plan.plan import BLOCK, OPERATIONS, Plan
+from runtime.plan.plan import Plan
+from runtime.plan.sizes import BLOCK, OPERATIONS
 from runtime.run import session
 from runtime.run.session import Session, open_session
 from runtime.storage.activations import Activations

@@ -20,7 +20,8 @@ from runtime.machine.machine import Blas, Heap, Machine, read_machine
 from runtime.operations.linear import SPLIT_BYTES, SPLIT_COLUMNS, split_bytes
 from runtime.plan.allocator import ARRAYS
 from runtime.plan.lower import MOST_CHUNKS
-from runtime.plan.plan import LEVELS, OPERATIONS, Plan, Planner
+from runtime.plan.plan import Plan, Planner
+from runtime.plan.sizes import LEVELS, OPERATIONS
 
 TASKS = {
     "mebp": task_of(64, rows=2),

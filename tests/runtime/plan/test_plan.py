@@ -26,13 +26,8 @@ from runtime.machine.machine import Machine
 from runtime.operations.values import F32
 from runtime.plan.cost import seconds
 from runtime.plan.lower import Sizes, lower
-from runtime.plan.plan import (
-    LEVELS,
-    READING_BYTES,
-    Planner,
-    choose_bucket,
-    deciding_differences,
-)
+from runtime.plan.plan import READING_BYTES, Planner, choose_bucket, deciding_differences
+from runtime.plan.sizes import LEVELS
 from runtime.run.session import open_session
 
 

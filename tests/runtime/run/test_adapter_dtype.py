@@ -21,7 +21,7 @@ from support.runs import adapter, json_of, killed_and_resumed, succeeds, train_a
 from runtime.config.base import load
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
-from runtime.plan.plan import LEVELS
+from runtime.plan.sizes import LEVELS
 
 HALF = "bfloat16"
 

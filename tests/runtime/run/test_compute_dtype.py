@@ -25,7 +25,8 @@ from support.runs import (
     train_arguments,
 )
 
-from runtime.plan.plan import LEVELS, PRODUCTS_BYTES
+from runtime.plan.plan import PRODUCTS_BYTES
+from runtime.plan.sizes import LEVELS
 
 HALF = "bfloat16"
 

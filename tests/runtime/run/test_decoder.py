@@ -20,7 +20,8 @@ from runtime.core.errors import BudgetError
 from runtime.methods.adapters import Adapters
 from runtime.operations.cached_attention import CachedAttention
 from runtime.plan.lower import lower
-from runtime.plan.plan import LEVELS, Plan
+from runtime.plan.plan import Plan
+from runtime.plan.sizes import LEVELS
 from runtime.run.budget import plan_decoding
 from runtime.run.decoder import Decoder
 from runtime.run.lora import to_apply

@@ -19,7 +19,8 @@ from runtime.core.errors import BudgetError, BundleError
 from runtime.machine.backend import arithmetic
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Heap, Machine
-from runtime.plan.plan import FACTS, LEVELS, Plan, Planner
+from runtime.plan.plan import FACTS, Plan, Planner
+from runtime.plan.sizes import LEVELS
 from runtime.run import budget, resume, start
 from runtime.run.folder import RunFolder
 from runtime.run.lora import to_resume
