@@ -199,7 +199,7 @@ class Planner:
         plan = self._whole_blocks(request, demand, budget_bytes, smallest)
         if plan is not None:
             return plan
-        for levels in (self._operations(request, demand), self._levels(request, demand)):
+        for levels in (self._operations(request, demand), self._levels(request)):
             plan = self._best(request, demand, levels, budget_bytes, smallest)
             if plan is not None:
                 return plan
@@ -400,7 +400,7 @@ class Planner:
         return generous if all_kept or not demand.backward else None
 
     def _all_levels(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
-        return (*self._operations(request, demand), *self._levels(request, demand))
+        return (*self._operations(request, demand), *self._levels(request))
 
     def _operations(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
         """The sizes at which an operation is one evaluation.
@@ -414,17 +414,14 @@ class Planner:
             return ()
         return () if request.layout == "paper" else OPERATIONS
 
-    def _levels(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
-        """The sizes that a plan can choose, from generous to frugal.
-
-        oneDNN does not multiply weights that are trained: MLX moves their tiles.
-        """
+    def _levels(self, request: Request) -> tuple[Sizes, ...]:
+        """The sizes that a plan can choose, from generous to frugal."""
         if request.layout == "paper":
             return (PAPER,)
         levels = LEVELS if self.machine.packed else LEVELS[DEQUANTIZED_FROM:]
         if request.layout == "whole":
             levels = tuple(replace(level, slices=False) for level in levels)
-        if self.machine.onednn and not demand.trains_weights:
+        if self.machine.onednn:
             return (*(replace(level, onednn=True) for level in levels), *levels)
         return levels
 
