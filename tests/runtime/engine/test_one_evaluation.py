@@ -225,6 +225,7 @@ def test_mezo_steps_are_the_cpus(
             lambda results=results, method=method: results.append(method.step(0, 1e-3, [[row]])),
         )
         losses.append(results[0].loss.loss_sum)
+        print(evaluations)
         assert evaluations.most <= most
         before = evaluations.count
         method.settle()
