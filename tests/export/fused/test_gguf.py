@@ -148,6 +148,10 @@ def test_other_architectures_are_read_again_with_their_adapter(
     [
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers"),
         pytest.param(
+            *("granitemoehybrid", {"position_embedding_type": "nope"}, "position_embedding_type"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             *("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
             marks=pytest.mark.slow,
         ),
