@@ -24,7 +24,14 @@ from runtime.core.errors import UsageError
 _CLOSE = 1e-6  # of a number that a file has in float32
 # kinds of scalings are refused one by one; the others are sizes that LFM2 computes its own of
 _NOT_COMPARED = {
-    *("rope_scaling", "block_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier"),
+    *(
+        "model_type",
+        "layer_types",
+        "rope_scaling",
+        "block_ff_dim",
+        "block_multiple_of",
+        "block_ffn_dim_multiplier",
+    ),
 }
 _YARN = {"rope_type", "type", "factor", "original_max_position_embeddings"}
 
@@ -89,7 +96,10 @@ def check_metadata(writer: GGUFWriter, family: str, config: dict[str, Any]) -> N
         return  # whose settings are refused one by one
     entries = {key: entry.value for key, entry in writer.kv_data[0].items()}
     raw = read_config(_Announced(entries, writer.tensors[0]), family)
-    again = completed_config(family, normalise_config(raw, family, not raw["tie_word_embeddings"]))
+    again = normalise_config(raw, family, not raw["tie_word_embeddings"])
+    again = completed_config(again["model_type"], again)
+    if config.get("position_embedding_type", "rope") != "rope":
+        raise _refusal("position_embedding_type", config["position_embedding_type"], "rope")
     config, again = as_stated(family, config), as_stated(family, again)
     off = set() if unlike_full(config) else {"sliding_window"}  # where all layers see all tokens
     for key in sorted(config.keys() & again.keys() - neutral_settings() - _NOT_COMPARED - off):

@@ -84,6 +84,8 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     names = settings_class(family).attribute_map.items()
     stated = {**config, **{name: config[own] for name, own in names if own in config}}
     stated.setdefault("intermediate_size", 4 * stated["hidden_size"])  # GPT-2's
+    if "shared_intermediate_size" in stated:  # Granite 4's, which then has no experts
+        stated["intermediate_size"] = stated["shared_intermediate_size"]
     if stated.get("block_auto_adjust_ff_dim"):
         part = stated["block_multiple_of"]
         width = int(stated["block_ffn_dim_multiplier"] * int(2 * stated["intermediate_size"] / 3))

@@ -23,8 +23,9 @@ ARCHITECTURES = {
     **{"hunyuan-dense": "hunyuan_v1_dense", "exaone": "exaone", "nemotron": "nemotron"},
     **{"stablelm": "stablelm", "gpt2": "gpt2", "lfm2": "lfm2"},
 }
+_AS = {"granitemoehybrid": "granite"}  # families that without their mixers are another one
 # families whose heads llama.cpp turns by neighbours, and transformers by halves
-_TURNED = ("llama", "granite", "smollm3")
+_TURNED = ("llama", "granite", "granitemoehybrid", "smollm3")
 _EXPERTS = (".switch_mlp.", ".experts.")  # mlx-lm's name, and the one that the library knows
 # layers whose rows llama's converter reorders -> the setting that says how many heads they have
 _REORDERED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
@@ -32,7 +33,8 @@ _REORDERED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 def architecture_of(family: str) -> str:
     """The GGUF architecture of a family. Raises UsageError where it is not known."""
-    arch = next((arch for arch, name in ARCHITECTURES.items() if name == family), None)
+    known = _AS.get(family, family)
+    arch = next((arch for arch, name in ARCHITECTURES.items() if name == known), None)
     if arch is None:
         raise UsageError(
             f"--to gguf: how llama.cpp names the tensors of {family} is not known; known are "

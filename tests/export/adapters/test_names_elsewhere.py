@@ -9,13 +9,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from model_types.tiny import tiny as tiny_settings
+from oracles.whole_model import dense_model
 from safetensors.numpy import load_file
 from support.adapters import saved_adapter, written
 from support.bundles import Tiny, runnable, settings
 from support.checkpoints import Arrays, weights_of, write_folder
 from support.fusing import fused_model, silent
 from support.models import Rng, adapters_of
+from support.random_types import random_bundle
 from support.runs import here
 
 from export.adapters.adapter import Adapter
@@ -166,3 +169,19 @@ def test_routers_are_named_as_parameters(tiny: Tiny, rng: Rng, tmp_path: Path) -
     words = ("adapter", tmp_path / "drops", "--bundle", bundle.path, "--to", "peft")
     done = here(*words, "-o", tmp_path / "none")
     assert done.returncode == 2 and "PEFT has no dropout (0.1)" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_router_of_another_kind_is_not_written_for_mlx_lm(tmp_path: Path, rng: Rng) -> None:
+    """mlx-lm adapts linear layers, and GLM 4.5's class has routers that are none."""
+    bundle = random_bundle(tmp_path, "glm4_moe")
+    saved_adapter(bundle, rng, tmp_path / "ours")
+    words = ("adapter", tmp_path / "ours", "--bundle", bundle.path, "--to", "mlx")
+    done = here(*words, "-o", tmp_path / "none")
+    assert done.returncode == 2 and "has model.layers.1.mlp.gate as something else" in done.stderr
+    lora = {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": ["mlp.gate"]}
+    with pytest.raises(ValueError, match="MoEGate"):
+        linear_to_lora_layers(dense_model(bundle), 4, lora)
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    saved_adapter(bundle, rng, tmp_path / "attention", targets=attention)
+    written(bundle, tmp_path / "attention", "mlx", tmp_path / "mlx")
