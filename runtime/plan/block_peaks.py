@@ -23,6 +23,7 @@ from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, LoweredModel
 from runtime.storage.write_back import QUEUED
 
+BETWEEN = 3  # what a block takes, its gradient, and a part of that which is added to it
 SLOT_BYTES = 1 << 15  # by which a layer's slot is larger than its weights, at most
 STREAMED_BYTES = 1 << 20  # of a tile that is updated although no product reads it
 
@@ -472,9 +473,13 @@ class PeakModel:
 
     @cached_property
     def hole_bytes(self) -> int:
-        """The most unused bytes of a heap that an operation leaves by arrays of many sizes."""
+        """The most unused bytes of a heap that an operation leaves by arrays of many sizes.
+
+        Where shared keys go along with hidden states, arrays between blocks leave holes, too.
+        """
         lanes, tokens = self.demand.lanes[-1], self.lowered.bucket
-        return max(
+        further = self.manifest.widest - self.manifest.hidden_size
+        return BETWEEN * tokens * further * F32 + max(
             operation.hole_bytes(
                 Call(False, (), lanes, tokens, layer.program.values, layer.block.tensor),
                 self.execution,
