@@ -310,9 +310,8 @@ def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, family, where)
     base_alone = {*nested} <= {"rope_theta", "rope_type"} and "rope_theta" in known
     by_type = any(isinstance(value, dict) for value in nested.values())
-    nests = (
-        "rope_parameters" in known and _parameters(family)["rope_parameters"].default is not None
-    )
+    nests = "rope_parameters" in known and not by_type  # those of each type of layer stay apart
+    nests = nests and _parameters(family)["rope_parameters"].default is not None
     beside = {"rope_theta", "rope_scaling"} <= known and not by_type and not nests
     needed = "rope_parameters" in known and (
         _parameters(family)["rope_parameters"].default is _NEEDED

@@ -38,7 +38,7 @@ from runtime.bundle.store import open_bundle
 from runtime.config.methods import USUAL
 from runtime.machine.glibc import LONG_VALUE_BYTES
 from runtime.machine.machine import Heap, Machine
-from runtime.operations.values import F32
+from runtime.plan.block_peaks import wider_bytes
 from runtime.plan.lower import lower
 from runtime.plan.plan import Plan
 
@@ -88,7 +88,7 @@ def _extra(bundle: Path, measured: Process) -> dict[str, Any]:
     backward = plan.gradient_bytes > 0
     kept = plan.kept_bytes / (1 + planned_for.heap.share_of_kept)
     fixed = plan.process_bytes + alive + int(kept) + plan.materialized_bytes
-    wider = max(0, plan.value_bytes - plan.bucket * manifest.hidden_size * F32)
+    wider = wider_bytes(manifest, plan.bucket, plan.value_bytes)
     fixed += int(planned_for.heap.share_of_wider * wider * (2 if backward else 1))
     return {
         "extra_bytes": measured["peak_footprint_bytes"] - fixed,

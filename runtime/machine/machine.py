@@ -42,7 +42,7 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share_of_logits: a share of one chunk of logits.
     share_of_kept: a share of the activations that are kept for the backward pass.
     share_of_wider: a share of what the widest value takes more than hidden states, into whose holes
-        it does not fit; twice if the method runs backward.
+        it does not fit, up to two of these; twice if the method runs backward.
 
     Weights that stay dequantized add nothing, since they are allocated together before all else.
 

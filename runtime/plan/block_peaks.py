@@ -461,9 +461,7 @@ class PeakModel:
     @property
     def wider_bytes(self) -> int:
         """Bytes that the largest value takes more than hidden states."""
-        return max(
-            0, self.largest_whole_value - self.lowered.bucket * self.manifest.hidden_size * F32
-        )
+        return wider_bytes(self.manifest, self.lowered.bucket, self.largest_whole_value)
 
     @cached_property
     def largest_logits_bytes(self) -> int:
@@ -502,6 +500,15 @@ class PeakModel:
         head = self.lowered.blocks[index].head
         logits, chunk = (0, 0) if head is None else head.streamed(self.execution)
         return tile, logits, chunk
+
+
+def wider_bytes(manifest: Manifest, tokens: int, value_bytes: int) -> int:
+    """Bytes that a value takes more than the hidden states of so many tokens, at most two of these.
+
+    Wider ones were seen to leave no larger holes.
+    """
+    hidden = tokens * manifest.hidden_size * F32
+    return min(max(0, value_bytes - hidden), 2 * hidden)
 
 
 def _sizes(program: Program, call: Call) -> Callable[[str], int]:

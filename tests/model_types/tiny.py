@@ -102,6 +102,23 @@ OF_TYPE: dict[str, Settings] = {
     },
 }
 OF_TYPE |= {  # what their classes need besides, named as nowhere else
+    "Klear": {
+        **{"mlp_only_layers": [], "decoder_sparse_step": 1, "n_shared_experts": 1},
+        "norm_topk_prob": True,
+    },
+    "minimax": {"shared_intermediate_size": 96, "rotary_dim": 8},
+    "minimax_m2": {"shared_intermediate_size": 96, "rotary_dim": 8},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True, "rope_parameters": OF_IMAGES},
+    "exaone_moe": {"is_moe_layer": [False, True, True, True]},
+    "deepseek_v2": {
+        "rope_parameters": {k: v for k, v in SCALED.items() if k != "llama_4_scaling_beta"},
+    },
+    "phimoe": {"attention_bias": True, "lm_head_bias": True},
+    "llama4_text": {"tie_word_embeddings": True},
+    "bailing_moe_linear": {
+        **{"num_shared_experts": 1, "norm_topk_prob": True, "first_k_dense_replace": 1},
+        **{"layer_group_size": 2, "group_norm_size": 2},
+    },
     "afm7": {"hidden_dim": 64, "num_kv_reuse_layers": 1},
     "baichuan_m1": {"sliding_window_layers": [1], "conv_window": 2},
     "dbrx": {
