@@ -149,10 +149,12 @@ class OneDnnProducts:
         self.library.scale(codes, scales.reshape(-1), to)
 
     def _stored(self, values: mx.array) -> Factor:
-        """A matrix in floating point, whose bits are as stored if it is bfloat16."""
+        """A matrix in floating point: of MLX, by which it may be moved, or bits of bfloat16."""
         if self.rounds and values.dtype == mx.bfloat16:
             return np.asarray(values.view(mx.uint16))
-        return self.whole(values.astype(mx.float32))
+        wide = values.astype(mx.float32)
+        self.arrays.settle(wide)
+        return self.whole(wide) if self.rounds else wide
 
     def split(self, x: mx.array, bits: int) -> tuple[Factor, ...]:
         if bits != 4:
@@ -173,10 +175,10 @@ class OneDnnProducts:
         return rounded
 
     def by_columns(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
-        return self._multiply(x, w.T, onto)
+        return self._multiply(x, _values(w).T, onto)
 
     def by_rows(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
-        return self._multiply(x, w, onto)
+        return self._multiply(x, _values(w), onto)
 
     def _multiply(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
         """The product, in place of `onto`."""
@@ -188,7 +190,7 @@ class OneDnnProducts:
         self, whole: mx.array, where: slice, xs: Sequence[Factor], ws: Sequence[Factor]
     ) -> None:
         (x,), (w,) = xs, ws
-        self.library.multiply(x, w.T, view(whole)[:, where], add=False)
+        self.library.multiply(x, _values(w).T, view(whole)[:, where], add=False)
 
     def columns(self, x: mx.array, where: slice) -> mx.array:
         return x[:, where]
@@ -208,10 +210,14 @@ class OneDnnProducts:
         return (np.zeros((rows, columns), self.dtype),)
 
     def copy(self, values: Factor, to: Factor) -> None:
-        to[...] = values
+        to[...] = _values(values)
 
     def rounded(self, x: mx.array) -> mx.array:
         return x.astype(mx.bfloat16).astype(mx.float32) if self.rounds else x
+
+
+def _values(factor: Factor) -> npt.NDArray[Any]:
+    return view(factor) if isinstance(factor, mx.array) else factor
 
 
 def products_for(compute_dtype: str, arrays: Arrays) -> Products:
