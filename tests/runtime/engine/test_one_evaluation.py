@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
-from support.layouts import STORED, WITH_EXPERTS
+from support.layouts import STORED_IN_TURN, WITH_EXPERTS
 from support.lora import with_lora
 from support.models import (
     FAMILIES,
@@ -140,9 +140,7 @@ def peak_of(plan: Plan, run: Callable[[], object]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("kept", "evaluation"), [(0, "operation"), (0, "block"), (2, "block")])
-@pytest.mark.parametrize(
-    ("family", "layouts"), [*STORED, *((family, "") for family in MIXERS), WITH_EXPERTS]
-)
+@pytest.mark.parametrize(("family", "layouts"), [*STORED_IN_TURN, WITH_EXPERTS])
 def test_gradients_are_the_oracles_and_the_cpus(
     tiny: Tiny,
     placed: Traced,
