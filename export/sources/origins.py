@@ -1,7 +1,7 @@
 """The tensors of transformers of which mlx-lm's are parts, where the two have other ones.
 
-Only a checkpoint's own tensors show them, so that a bundle's provenance keeps them. Those of
-experts, of which there may be thousands, are left out.
+Only a checkpoint's own tensors show them, so that a bundle's provenance keeps them. Experts, of
+which there may be thousands, have one entry for all that lie one below the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ RENAMED = "renamed"  # in a provenance; True in bundles of earlier versions
 class Origin(NamedTuple):
     """Of the `height` rows of the tensor `name` of a checkpoint, `rows` from `first` on.
 
-    With `transposed` the checkpoint has it as (in, out), and its rows are columns there.
+    With `transposed` the checkpoint has it as (in, out), and its rows are columns there. A `times`
+    above 1 stands for so many tensors, whose names have the numbers from 0 on in place of a star.
     """
 
     name: str
@@ -28,9 +29,31 @@ class Origin(NamedTuple):
     rows: int
     height: int
     transposed: bool = False
+    times: int = 1
+
+    @property
+    def each(self) -> tuple[Origin, ...]:
+        """The origins that this one stands for."""
+        if self.times == 1:
+            return (self,)
+        names = (self.name.replace("*", str(number)) for number in range(self.times))
+        return tuple(self._replace(name=name, times=1) for name in names)
 
 
 Origins = Mapping[str, tuple[Origin, ...]]
+_MOST = 4096  # experts of a layer
+
+
+def together(origins: list[Origin]) -> list[Origin]:
+    """One origin for all of a list whose names differ by a number alone; else the list."""
+    first, words = origins[0], origins[0].name.split(".")
+    for at, word in enumerate(words):
+        if word == "0" and len(origins) > 1:
+            starred = ".".join((*words[:at], "*", *words[at + 1 :]))
+            whole = first._replace(name=starred, times=len(origins))
+            if list(whole.each) == origins:
+                return [whole]
+    return origins
 
 
 def origins_in(provenance: Mapping[str, Any], what: str) -> Origins:
@@ -52,6 +75,10 @@ def origins_in(provenance: Mapping[str, Any], what: str) -> Origins:
         origins = msgspec.convert(entry, dict[str, tuple[Origin, ...]])
     except msgspec.ValidationError as problem:
         raise BundleError(f"{where}: its list of tensors is damaged: {problem}") from None
+    for part in (part for parts in origins.values() for part in parts):
+        if not 1 <= part.times <= _MOST:
+            raise BundleError(f"{where}: its list of tensors is damaged: {part}")
+    origins = {name: tuple(one for p in parts for one in p.each) for name, parts in origins.items()}
     parts = [part for parts in origins.values() for part in parts]
     held: Counter[str] = Counter()
     for part in parts:
