@@ -58,11 +58,11 @@ def write_checkpoint(
         UsageError: there is something at `output` already, or the model has other tensors in
             transformers.
     """
-    if experts := model.bundle.manifest.expert_names:
+    if experts := _without_origin(model):
         raise UsageError(
-            f"a checkpoint: {', '.join(experts)} hold experts, which transformers and mlx-lm store "
-            "in other tensors; mlx-lm reads the adapter (ondevice adapter --to mlx), and "
-            "--format bundle writes a fused bundle"
+            f"a checkpoint: {', '.join(experts)} hold experts, and how its source stores these is "
+            "not known; PEFT and mlx-lm read the adapter (ondevice adapter --to peft, --to mlx), "
+            "and --format bundle writes a fused bundle"
         )
     inside = model.provenance.get(INSIDE)
     if inside and model_class(model.family) is None:
@@ -144,6 +144,20 @@ def _stored_tensors(model: FusedCheckpoint) -> dict[str, _Stored]:
         shape = shape[::-1] if part.transposed else () if own in numbers else shape
         found[name] = _Stored(shape, tuple(held), added.get(own, 0.0))
     return found
+
+
+def _without_origin(model: FusedCheckpoint) -> list[str]:
+    """The last parts of names of experts' matrices whose tensors in the source are unknown."""
+    manifest = model.bundle.manifest
+    known = origins_in(manifest.provenance, "a checkpoint")
+    experts = {
+        name
+        for block in manifest.layers
+        for operation in manifest.block_types[block.type].operations
+        if operation.experts
+        for name in operation.matrices(block.tensor)
+    }
+    return sorted({name.split(".")[-1] for name in experts if f"{name}.weight" not in known})
 
 
 def _belongs(path: Path) -> bool:

@@ -17,7 +17,6 @@ from export.sources.families import (
     build_model,
     check_architecture,
     expected_shapes,
-    experts_of,
     has_list,
     normalise_config,
     parameter_shapes,
@@ -25,6 +24,7 @@ from export.sources.families import (
 )
 from export.sources.general import Made, completed, shifts, tensors_made
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
+from export.sources.origins import together
 from export.sources.safetensors_files import (
     FLOAT_TYPES,
     AnyTensor,
@@ -260,8 +260,7 @@ def _language_model(
             f"{example.partition('.0.')[0]}.0; they are {first_names([*others, *tensors])}; save "
             "it with transformers' save_pretrained, as a model for causal language modelling"
         )
-    experts = experts_of(model)
-    made = {name: parts for name, parts in made.items() if name in tensors and name not in experts}
+    made = {name: parts for name, parts in made.items() if name in tensors}
     return tensors, others, _origins(stored, made)
 
 
@@ -279,7 +278,7 @@ def _origins(
             columns = None if part.columns is None else (*part.columns, tensor.shape[-1])
             origins.append(Origin(inner, part.first, part.rows, height, part.transposed, columns))
         if origins != [Origin(name, 0, origins[0].height, origins[0].height)]:
-            found[name] = origins
+            found[name] = together(origins)
     return found
 
 

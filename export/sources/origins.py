@@ -1,7 +1,7 @@
 """The tensors of transformers of which mlx-lm's are parts, where the two have other ones.
 
-Only a checkpoint's own tensors show them, so that a bundle's provenance keeps them. Those of
-experts, of which there may be thousands, are left out.
+Only a checkpoint's own tensors show them, so that a bundle's provenance keeps them. Experts, of
+which there may be thousands, have one entry for all that lie one below the other.
 """
 
 from __future__ import annotations
@@ -16,6 +16,19 @@ from export.sources.source import RENAMED, Origin
 from runtime.core.errors import BundleError, UsageError
 
 Origins = Mapping[str, tuple[Origin, ...]]
+_MOST = 4096  # experts of a layer
+
+
+def together(origins: list[Origin]) -> list[Origin]:
+    """One origin for all of a list whose names differ by a number alone; else the list."""
+    first, words = origins[0], origins[0].name.split(".")
+    for at, word in enumerate(words):
+        if word == "0" and len(origins) > 1:
+            starred = ".".join((*words[:at], "*", *words[at + 1 :]))
+            whole = first._replace(name=starred, times=len(origins))
+            if list(whole.each) == origins:
+                return [whole]
+    return origins
 
 
 def origins_in(provenance: Mapping[str, Any], what: str) -> Origins:
@@ -37,6 +50,10 @@ def origins_in(provenance: Mapping[str, Any], what: str) -> Origins:
         origins = msgspec.convert(entry, dict[str, tuple[Origin, ...]])
     except msgspec.ValidationError as problem:
         raise BundleError(f"{where}: its list of tensors is damaged: {problem}") from None
+    for part in (part for parts in origins.values() for part in parts):
+        if not 1 <= part.times <= _MOST:
+            raise BundleError(f"{where}: its list of tensors is damaged: {part}")
+    origins = {name: tuple(one for p in parts for one in p.each) for name, parts in origins.items()}
     parts = [part for parts in origins.values() for part in parts]
     held: Counter[str] = Counter()
     for part in {*parts}:  # each once: layers may have the same tensor

@@ -23,7 +23,9 @@ class Origin(NamedTuple):
     """Of the `height` rows of the tensor `name` of a checkpoint, `rows` from `first` on.
 
     With `transposed` the checkpoint has it as (in, out), and its rows are columns there. `columns`
-    are the first one, how many there are, and how many the checkpoint's has; None for all.
+    are the first one, how many there are, and how many the checkpoint's has; None for all. A
+    `times` above 1 stands for so many tensors, whose names have the numbers from 0 on in place of a
+    star.
     """
 
     name: str
@@ -32,6 +34,15 @@ class Origin(NamedTuple):
     height: int
     transposed: bool = False
     columns: tuple[int, int, int] | None = None
+    times: int = 1
+
+    @property
+    def each(self) -> tuple[Origin, ...]:
+        """The origins that this one stands for."""
+        if self.times == 1:
+            return (self,)
+        names = (self.name.replace("*", str(number)) for number in range(self.times))
+        return tuple(self._replace(name=name, times=1) for name in names)
 
     @property
     def across(self) -> tuple[int, int, int]:

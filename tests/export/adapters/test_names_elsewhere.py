@@ -34,10 +34,17 @@ from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
 
 SCALE = 2.0  # of the default settings
+EXPERTS = 4  # of the tiny model
 
 
 def as_transformers_has_them(family: str, arrays: Arrays) -> Arrays:
-    """GPT-2's matrices are transposed, Granite's gate is above its up in one matrix."""
+    """GPT-2's matrices are transposed, Granite's gate is above its up, Qwen's experts are apart."""
+    if family == "qwen3_moe":
+        return {
+            name.replace(".switch_mlp.", f".experts.{number}."): part
+            for name, value in arrays.items()
+            for number, part in enumerate(np.split(value, EXPERTS if "switch" in name else 1))
+        }
     if family == "gpt2":
         turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
         return {
@@ -83,10 +90,11 @@ def added_elsewhere(family: str, adapters: Adapters) -> Arrays:
     return as_transformers_has_them(family, terms)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "granitemoehybrid"])
+@pytest.mark.parametrize("family", ["gpt2", "granitemoehybrid", "qwen3_moe"])
 def test_what_is_added_is_added_to_the_same_rows(tmp_path: Path, rng: Rng, family: str) -> None:
     theirs, bundle = exported(tmp_path, family)
-    adapters = saved_adapter(bundle, rng, tmp_path / "ours")
+    lora = {"targets": ("q_proj", "o_proj")} if family == "qwen3_moe" else {}
+    adapters = saved_adapter(bundle, rng, tmp_path / "ours", **lora)
     added = added_elsewhere(family, adapters)
     with fused_model(bundle, adapters) as model:
         write_checkpoint(model, tmp_path / "fused", "float32", 1 << 15, False, silent)
@@ -145,6 +153,7 @@ def test_a_part_of_a_fused_matrix_alone_and_a_joined_one(tiny: Tiny, rng: Rng) -
         ({"a.weight": [["b.weight", 0, 4, 8, False]]}, UsageError, "mlx-lm has not all rows"),
         ({"a.weight": [["b.weight", 6, 4, 8, False]]}, BundleError, "damaged"),
         ({"a.weight": [["b.weight", 0, "4", 8, False]]}, BundleError, "damaged"),
+        ({"a.weight": [["b.*", 0, 4, 4, False, 1 << 40]]}, BundleError, "damaged"),
         ({"a.weight": 1}, BundleError, "damaged"),
     ],
 )
