@@ -109,10 +109,8 @@ OF_TYPE |= {  # what their classes need besides, named as nowhere else
     },
     "exaone_moe": {"is_moe_layer": [False, True, True, True]},
     "deepseek_v2": {
-        "head_dim": 8,  # as of the part with positions
         "rope_parameters": {k: v for k, v in SCALED.items() if k != "llama_4_scaling_beta"},
     },
-    "llama4_text": {"tie_word_embeddings": True},
     "bailing_moe_linear": {
         **{"num_shared_experts": 1, "norm_topk_prob": True, "first_k_dense_replace": 1},
         **{"layer_group_size": 2, "group_norm_size": 2},
