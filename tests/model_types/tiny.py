@@ -81,6 +81,8 @@ OF_TYPE: dict[str, Settings] = {
     # 2e-5 from float64
     **{name: {"rms_norm_eps": 1e-3} for name in ("olmo_hybrid", "qwen3_5_text")},
     "dots1": {"n_shared_experts": 1},
+    # with 0.75, three times the usual, softmax enlarges rounding to 1.1e-5
+    "granitemoe": {"attention_multiplier": 0.2},
     "granitemoehybrid": {
         "layer_types": ["full_attention"] * 4,
         "num_local_experts": 0,
@@ -108,13 +110,13 @@ OF_TYPE |= {  # what their classes need besides, named as nowhere else
     },
     "minimax": {"shared_intermediate_size": 96, "rotary_dim": 8},
     "minimax_m2": {"shared_intermediate_size": 96, "rotary_dim": 8},
-    "qwen3_vl_moe_text": {"norm_topk_prob": True, "rope_parameters": OF_IMAGES},
+    "qwen3_vl_moe_text": {
+        **{"norm_topk_prob": True, "rope_parameters": OF_IMAGES, "sliding_window": None},
+    },
     "exaone_moe": {"is_moe_layer": [False, True, True, True]},
     "deepseek_v2": {
         "rope_parameters": {k: v for k, v in SCALED.items() if k != "llama_4_scaling_beta"},
     },
-    "phimoe": {"attention_bias": True, "lm_head_bias": True},
-    "llama4_text": {"tie_word_embeddings": True},
     "bailing_moe_linear": {
         **{"num_shared_experts": 1, "norm_topk_prob": True, "first_k_dense_replace": 1},
         **{"layer_group_size": 2, "group_norm_size": 2},
