@@ -64,9 +64,10 @@ def _write_peft(adapter: Adapter, output: Path, force: bool, base: str | None) -
         revision,
         adapter.sees,
     )
-    ranks = {module: term.a.shape[1] for module, term in terms.items()}
+    ranks = {peft.module_name(module, adapter.sees): t.a.shape[1] for module, t in terms.items()}
+    weights = sorted(f"{peft.module_name(module, adapter.sees)}.weight" for module in named)
     config |= peft.patterns_of(lora, ranks) | {
-        "target_parameters": [f"{module}.weight" for module in sorted(named)] or None,
+        "target_parameters": weights or None,
         "fan_in_fan_out": all(term.transposed for term in terms.values()),
     }
     tensors = {

@@ -27,7 +27,7 @@ from export.sources.source import INSIDE, Origin, turned
 from export.stored import F32, FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.documents import safetensors_header
-from runtime.core.errors import StorageError, UsageError
+from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import flush, flush_path, storage_errors
 from runtime.core.folder_writer import FolderWriter
 from runtime.core.notes import Progress
@@ -136,6 +136,8 @@ def _stored_tensors(model: FusedCheckpoint) -> dict[str, _Stored]:
         for part in origins.get(own, (Origin(own, 0, rows, rows),)):
             parts.setdefault(part.name, []).append((part, own, top))
             top += part.rows
+        if top != rows:
+            raise BundleError(f"{own}: its list of tensors is damaged: {top} of {rows} rows")
     found = {}
     for name, held in parts.items():
         (part, own, _), *_ = held = sorted({each[0]: each for each in held}.values())

@@ -237,7 +237,14 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
     mx.eval(mx.random.state)  # else lazy parameters depend on those of all models before this one
     try:
         model = make(settings.from_dict(deepcopy(config)))
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, AssertionError) as e:
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+    ) as e:
         why = next(iter(str(e).strip().splitlines()), type(e).__name__)
         raise BundleError(
             f"{where}: {family} cannot be built from this configuration: {why}"

@@ -6,8 +6,7 @@ which there may be thousands, have one entry for all that lie one below the othe
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -54,16 +53,34 @@ def origins_in(provenance: Mapping[str, Any], what: str) -> Origins:
         if not 1 <= part.times <= _MOST:
             raise BundleError(f"{where}: its list of tensors is damaged: {part}")
     origins = {name: tuple(one for p in parts for one in p.each) for name, parts in origins.items()}
-    parts = [part for parts in origins.values() for part in parts]
-    held: Counter[str] = Counter()
-    for part in {*parts}:  # each once: layers may have the same tensor
-        held[part.name] += part.rows * part.across[1]
-        if not (_is_within(part.first, part.rows, part.height) and _is_within(*part.across)):
-            raise BundleError(f"{where}: its list of tensors is damaged: {part}")
-    if missing := [part.name for part in parts if held[part.name] != part.height * part.across[2]]:
-        raise UsageError(f"{what}: of {where}'s {missing[0]} mlx-lm has not all rows")
+    whole: dict[str, set[Origin]] = {}
+    for name, parts in origins.items():
+        if not parts:
+            raise BundleError(f"{where}: its list of tensors is damaged: {name} is from nowhere")
+        for part in parts:
+            whole.setdefault(part.name, set()).add(part)
+    for name, pieces in whole.items():  # each once: layers may have the same tensor
+        try:
+            complete = _is_tiled(pieces)
+        except ValueError as problem:
+            raise BundleError(f"{where}: its list of tensors is damaged: {problem}") from None
+        if not complete:
+            raise UsageError(f"{what}: of {where}'s {name} mlx-lm has not all rows")
     return origins
 
 
-def _is_within(first: int, count: int, whole: int) -> bool:
-    return first >= 0 and count >= 1 and first + count <= whole
+def _is_tiled(parts: Iterable[Origin]) -> bool:
+    """Whether parts of a tensor are all of it; raises ValueError if they cannot be its parts."""
+    top = 0
+    if len({(part.height, part.transposed, part.across[2]) for part in parts}) != 1:
+        raise ValueError("parts of a tensor say different things of it")
+    by_columns = any(part.columns for part in parts)
+    for part in sorted(parts, key=lambda one: one.across[0] if by_columns else one.first):
+        other = (part.first, part.rows, part.height) if by_columns else part.across
+        first, count, end = part.across if by_columns else (part.first, part.rows, part.height)
+        if count < 1 or first + count > end or first < top or other[:2] != (0, other[2]):
+            raise ValueError(f"{part}")
+        if first > top:
+            return False
+        top = first + count
+    return top == end

@@ -68,7 +68,12 @@ class UnsupportedError(ValueError):
 def stored_name(name: str, inside: bool = False) -> str:
     """PEFT's name of our tensor; `inside` a model that also sees, as transformers names it."""
     module, _, part = name.rpartition(".")
-    return f"{_OUTER}{outer_name(module, _INSIDE) if inside else module}.{_PARTS[part]}"
+    return f"{_OUTER}{module_name(module, inside)}.{_PARTS[part]}"
+
+
+def module_name(module: str, inside: bool = False) -> str:
+    """transformers' name of a module; `inside` a model that also sees."""
+    return outer_name(module, _INSIDE) if inside else module
 
 
 def own_name(stored: str) -> str:

@@ -14,7 +14,8 @@ import platform
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import byref, c_char, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,10 @@ D_SOURCE, D_TARGET = 129, 145
 CPU, IN_ORDER, BY_CALLER = 1, 1, 1
 QUERY_SCRATCHPAD = 136
 ALIGNMENT = 64
-# Shapes whose code is kept. The layers of a model have some 30, and a head four more for each
-# number of scored positions. Code that multiplies every shape exists; but it takes 5 MB a thread
-# to pack factors, where this needs 0.15 MB a shape.
-SHAPES = 200
-SPINS = "1000000"  # some milliseconds, after which an idle OpenMP thread leaves its core to others
+# Shapes whose code is kept. The layers of a model have some 30. For bfloat16, code that multiplies
+# every shape takes 5 MB a thread to pack factors, where this needs 0.15 MB a shape.
+SHAPES = 40
+SPINS = "10000"  # some 0.1 ms, after which an idle OpenMP thread leaves its core to others
 
 Array = Any
 """`numpy.ndarray`, which need not be loaded where no product is computed."""
@@ -73,8 +73,23 @@ class OneDnn:
 
         Rows or columns of x and w must be contiguous, and the rows of y.
         """
+        if x.dtype.name == "float32":
+            self._multiply_floats(x, w, y, add)
+            return
         arrays = {SOURCE: x, WEIGHTS: w, TARGET: y}
         self._run(("multiply", add), arrays, lambda known: self._product(known, add))
+
+    def _multiply_floats(self, x: Array, w: Array, y: Array, add: bool) -> None:
+        """The same in float32, by code that multiplies every shape and packs what it reads."""
+        (x_order, x_step), (w_order, w_step), (_, y_step) = map(_order, (x, w, y))
+        sizes = (c_int64(size) for size in (*y.shape, x.shape[1]))
+        check(
+            self._library.dnnl_sgemm(
+                *(c_char(x_order), c_char(w_order), *sizes, c_float(1)),
+                *(c_void_p(address(x)), c_int64(x_step), c_void_p(address(w)), c_int64(w_step)),
+                *(c_float(float(add)), c_void_p(address(y)), c_int64(y_step)),
+            )
+        )
 
     def convert(self, source: Array, target: Array) -> None:
         """Float32 values (T, C) to those of another array, in bfloat16 to the nearest."""
@@ -248,6 +263,14 @@ class _Call:
         self._library.dnnl_primitive_destroy(self._primitive)
 
 
+def _order(matrix: Array) -> tuple[bytes, int]:
+    """Whether rows of float32 values lie one behind the other or columns do, and how far apart."""
+    (rows, columns), (down, across) = matrix.shape, (each // 4 for each in matrix.strides)
+    if across == 1 or columns == 1:
+        return b"N", max(down if rows > 1 else columns, columns)
+    return b"T", max(across, rows)
+
+
 def address(array: Array) -> int:
     """Where an array's values lie in memory."""
     place: int = array.__array_interface__["data"][0]
@@ -286,8 +309,16 @@ def load(threads: int, flags: set[str], why: str = "") -> OneDnn:
 
 
 def is_installed() -> bool:
-    """Whether there is a file of oneDNN, for a processor of its kind."""
-    return not _elsewhere() and any(map(Path.exists, _places()))
+    """Whether oneDNN can be loaded here, which another process tries: this one may not need it."""
+    return not _elsewhere() and any(_is_loadable(str(path)) for path in _places() if path.exists())
+
+
+@cache
+def _is_loadable(path: str) -> bool:
+    words = [sys.executable, "-S", "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", path]
+    silent = [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]
+    child = os.posix_spawn(sys.executable, words, os.environ, file_actions=silent)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def loaded() -> OneDnn | None:

@@ -26,23 +26,25 @@ _GELU = 2 * math.sqrt(2 / math.pi)
 CURVES = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU)}
 """By activation what z(g) = first * g + second * g**3 takes; first is 1 where second is 0."""
 
+PIECES = (CHUNK_VALUES, 2048, 128, 8, 1)
+
 Floats = npt.NDArray[np.float32]
 
 
 def gated(activation: str, gate: mx.array, up: mx.array, by: OneDnn | None = None) -> mx.array:
     """f(gate) * up, evaluated, of float32 arrays of one shape; by NumPy, or by oneDNN."""
     (y,) = _made(gate, 1)
-    if by is None:
-        _gate(activation, gate, up, y)
-        return y
-    g, u, a = (view(array).reshape(-1) for array in (gate, up, y))
-    by.activate(activation, g, a)
-    by.times(a, u, a)
+    _gate(activation, gate, up, y, by)
     return y
 
 
 @quiet
-def _gate(activation: str, gate: mx.array, up: mx.array, y: mx.array) -> None:
+def _gate(activation: str, gate: mx.array, up: mx.array, y: mx.array, by: OneDnn | None) -> None:
+    if by is not None:
+        for g, u, part in _pieces(gate, up, y):
+            by.activate(activation, g, part)
+            by.times(part, u, part)
+        return
     for g, u, part, s, t in _chunks(gate, up, y):
         _logistic(activation, g, s, t)
         np.multiply(g, s, out=part)
@@ -54,14 +56,7 @@ def gated_vjp(
 ) -> tuple[mx.array, mx.array]:
     """The gradients of gate and up, evaluated, from that of f(gate) * up."""
     d_gate, d_up = _made(gate, 2)
-    if by is None:
-        _gate_vjp(activation, gate, up, dy, d_gate, d_up)
-        return d_gate, d_up
-    g, u, d, dg, du = (view(array).reshape(-1) for array in (gate, up, dy, d_gate, d_up))
-    by.activate(activation, g, du)
-    by.times(du, d, du)
-    by.times(u, d, dg)
-    by.slope(activation, g, dg, dg)
+    _gate_vjp(activation, gate, up, dy, d_gate, d_up, by)
     return d_gate, d_up
 
 
@@ -73,8 +68,16 @@ def _gate_vjp(
     dy: mx.array,
     d_gate: mx.array,
     d_up: mx.array,
+    by: OneDnn | None,
 ) -> None:
     first, second = CURVES[activation]
+    if by is not None:
+        for g, u, d, dg, du in _pieces(gate, up, dy, d_gate, d_up):
+            by.activate(activation, g, du)
+            by.times(du, d, du)
+            by.times(u, d, dg)
+            by.slope(activation, g, dg, dg)
+        return
     for g, u, d, dg, du, s, t in _chunks(gate, up, dy, d_gate, d_up):
         _logistic(activation, g, s, t)
         np.multiply(g, s, out=du)  # f(g)
@@ -129,6 +132,16 @@ def _made(like: mx.array, count: int) -> list[mx.array]:
     made = [mx.zeros(like.shape) for _ in range(count)]
     mx.eval(made)
     return made
+
+
+def _pieces(*arrays: mx.array) -> Iterator[tuple[Floats, ...]]:
+    """The same piece of each array, of few sizes: oneDNN keeps code for each of them."""
+    flat = [view(array).reshape(-1) for array in arrays]
+    start = 0
+    for size in PIECES:
+        while start + size <= flat[0].size:
+            yield tuple(values[start : start + size] for values in flat)
+            start += size
 
 
 def _chunks(*arrays: mx.array) -> Iterator[tuple[Floats, ...]]:

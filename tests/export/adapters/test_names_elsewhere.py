@@ -146,6 +146,9 @@ def test_a_part_of_a_fused_matrix_alone_and_a_joined_one(tiny: Tiny, rng: Rng) -
     assert np.array_equal(terms["x"].a, terms["y"].a)
 
 
+DAMAGED = BundleError, "damaged"
+
+
 @pytest.mark.parametrize(
     ("origins", "error", "said"),
     [
@@ -155,6 +158,10 @@ def test_a_part_of_a_fused_matrix_alone_and_a_joined_one(tiny: Tiny, rng: Rng) -
         ({"a.weight": [["b.weight", 0, "4", 8, False]]}, BundleError, "damaged"),
         ({"a.weight": [["b.*", 0, 4, 4, False, 1 << 40]]}, BundleError, "damaged"),
         ({"a.weight": 1}, BundleError, "damaged"),
+        ({"a.weight": []}, BundleError, "a.weight is from nowhere"),
+        ({"a.weight": [["c.weight", 0, 2, 4]], "b.weight": [["c.weight", 1, 2, 4]]}, *DAMAGED),
+        ({"a.weight": [["c.weight", 0, 2, 2]], "b.weight": [["c.weight", 2, 2, 4]]}, *DAMAGED),
+        ({"a.weight": [["c.weight", 0, 4, 4, False, [0, 0, 4]]]}, *DAMAGED),
     ],
 )
 def test_what_is_not_known_or_damaged_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
@@ -198,3 +199,30 @@ def test_a_processor_without_bfloat16_and_a_missing_library_are_refused(
 
 def test_float32_needs_no_library() -> None:
     assert products_for("float32", CpuArrays()).whole(mx.ones((2, 2))).dtype == mx.float32
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33])
+@pytest.mark.parametrize(("inner", "columns"), [(1, 1), (1, 5), (7, 1), (40, 24)])
+def test_matrices_of_any_shape_and_order_are_multiplied(
+    library: OneDnn, rng: Rng, rows: int, inner: int, columns: int
+) -> None:
+    for x_turned, w_turned, add in product((False, True), repeat=3):
+        x, w = (
+            rng.standard_normal(shape[::-1] if turned else shape).astype(np.float32)
+            for shape, turned in (((rows, inner), x_turned), ((inner, columns), w_turned))
+        )
+        x, w = (x.T if x_turned else x), (w.T if w_turned else w)
+        whole = rng.standard_normal((rows, columns + 3)).astype(np.float32)
+        expected = whole.copy()
+        expected[:, 2:-1] = x @ w + (whole[:, 2:-1] if add else 0)
+        library.multiply(x, w, whole[:, 2:-1], add=add)
+        np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_library_that_cannot_be_loaded_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = tmp_path / onednn.LIBRARY
+    damaged.write_bytes(b"\x7fELF")
+    monkeypatch.setattr(onednn, "_places", lambda: [damaged])
+    assert not onednn.is_installed()
