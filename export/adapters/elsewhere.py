@@ -20,6 +20,7 @@ _LOADED_AS: Mapping[str, tuple[tuple[str, str], ...]] = {
         *((".attn.attention.out_", ".self_attn.o_"), (".attn.attention.", ".self_attn.")),
         *((".c_fc_0", ".gate_proj"), (".c_fc_1", ".up_proj"), (".mlp.c_proj", ".mlp.down_proj")),
     ),
+    "granitemoe": ((".router.layer", ".router"),),
     "mixtral": ((".block_sparse_moe.", ".mlp."),),
 }
 

@@ -60,9 +60,9 @@ def write_checkpoint(
     """
     if experts := _without_origin(model):
         raise UsageError(
-            f"a checkpoint: {', '.join(experts)} hold experts, and how its source stores these is "
-            "not known; PEFT and mlx-lm read the adapter (ondevice adapter --to peft, --to mlx), "
-            "and --format bundle writes a fused bundle"
+            f"a checkpoint: {', '.join(experts)} hold experts, which transformers has in other "
+            "tensors than this bundle knows; PEFT and mlx-lm read the adapter (ondevice adapter "
+            "--to peft, --to mlx), and --format bundle writes a fused bundle"
         )
     inside = model.provenance.get(INSIDE)
     if inside and model_class(model.family) is None:

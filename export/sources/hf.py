@@ -270,6 +270,8 @@ def _origins(
     """Where tensors are from, without those that are a checkpoint's of the same name."""
     found = {}
     for name, parts in made.items():
+        if any(_holds_stacks(stored[part.source]) for part in parts):
+            continue
         origins = []
         for part in parts:
             tensor = stored[part.source]
@@ -280,6 +282,11 @@ def _origins(
         if origins != [Origin(name, 0, origins[0].height, origins[0].height)]:
             found[name] = together(origins)
     return found
+
+
+def _holds_stacks(tensor: StoredTensor) -> bool:
+    """Whether a tensor is a stack of matrices, of experts, and no filters."""
+    return len(tensor.shape) == 3 and tensor.shape[1] != 1
 
 
 def _joined(tensors: Mapping[str, StoredTensor], parts: list[Made]) -> AnyTensor:

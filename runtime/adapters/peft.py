@@ -119,7 +119,7 @@ def config_of(
     targets: str | list[str] = sorted({module.split(".")[-1] for module in found})
     if inside:  # a pattern, beside which PEFT allows no numbers of layers
         which = r"\d+" if numbers is None else f"(?:{'|'.join(map(str, numbers))})"
-        targets = rf"model\.language_model\.layers\.{which}\..*\.(?:{'|'.join(targets)})"
+        targets = rf"model\.language_model\.layers\.{which}\.(?:.*\.)?(?:{'|'.join(targets)})"
         numbers = None
     return {
         KIND: "LORA",
