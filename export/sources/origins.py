@@ -37,14 +37,9 @@ def origins_in(provenance: Mapping[str, Any], what: str) -> Origins:
 
     Raises:
         BundleError: the entry is damaged.
-        UsageError: an earlier version has not recorded them, or they are not all in the model.
+        UsageError: they are not all in the model.
     """
     entry, where = provenance.get(RENAMED, {}), provenance.get("name")
-    if entry is True:
-        raise UsageError(
-            f"{what}: {where} has other tensors in transformers than in mlx-lm, which this bundle "
-            "does not list; export it again"
-        )
     try:
         origins = msgspec.convert(entry, dict[str, tuple[Origin, ...]])
     except msgspec.ValidationError as problem:

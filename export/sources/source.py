@@ -15,7 +15,7 @@ from runtime.core.errors import BundleError
 
 # in a provenance: the type of the text model, where it is inside of one that sees or hears
 INSIDE = "text_model_type"
-RENAMED = "renamed"  # in a provenance; True in bundles of earlier versions
+RENAMED = "renamed"  # in a provenance
 SLICE_VALUES = 4 << 20  # how many values of a tensor are in memory at a time
 
 

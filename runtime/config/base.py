@@ -167,11 +167,7 @@ def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
     Values in `overrides` may be text, as typed on the command line. Raises one UsageError that
     lists every unknown key, missing key and wrong value.
     """
-    return from_values(cls, {} if file is None else read_values(file), overrides)
-
-
-def from_values(cls: type[C], in_file: dict[str, Any], overrides: dict[str, Any]) -> C:
-    """As `load`, with what is in the file."""
+    in_file = {} if file is None else read_values(file)
     known = {setting.name: setting for setting in fields(cls)}
     values: dict[str, Any] = {}
     problems: list[str] = []

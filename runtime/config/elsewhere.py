@@ -182,9 +182,6 @@ _KINDS = (
     "that see losses only (--trainable full --method mezo)"
 )
 
-_NO_RELIEF = "it was removed: no heap memory is given back near the predicted peak; leave it out"
-_NO_METHOD = "its method was removed; ondevice train --help lists the methods that there are"
-
 _NO_PAIRS = (
     "training on pairs of a chosen and a rejected answer (DPO and the like) is not supported; "
     "`ondevice train` learns from the chosen answers alone, as prompt and completion"
@@ -199,14 +196,6 @@ COMMAND_ADVICE = {
 """Commands of other tools that have no counterpart, and the way to the same end."""
 
 ADVICE = {  # flags with no counterpart: the way to the same end
-    **dict.fromkeys(("--heap-relief", "--no-heap-relief"), _NO_RELIEF),
-    **dict.fromkeys(
-        (
-            *("--lozo-rank", "--lozo-interval", "--lozo-momentum", "--muon-rank"),
-            *("--muon-interval", "--cone-angle", "--cone-decay"),
-        ),
-        _NO_METHOD,
-    ),
     **dict.fromkeys(("--dora", "--use-dora"), _DORA),
     **dict.fromkeys(("--use-adalora", "--use-ia3", "--pissa", "--galore", "--vera"), _KINDS),
     **dict.fromkeys(("--scale", "--lora-scale", "--lora-scaled"), _SCALE),

@@ -52,9 +52,6 @@ METHODS: dict[str, Method] = {
     ),
 }
 
-REMOVED_METHODS = ("lozo", "meazo", "conmezo", "grzo", "zo-muon")
-"""Methods of earlier versions, whose runs may still be named."""
-
 USUAL = ("mebp", "mezo")
 """The methods of comparisons and benchmarks where none are named."""
 

@@ -22,7 +22,7 @@ from runtime.config.base import (
     up_to,
 )
 from runtime.config.lora import LoraOptions, dropout_field
-from runtime.config.methods import METHODS, OPTIONS_OF, REMOVED_METHODS
+from runtime.config.methods import METHODS, OPTIONS_OF
 from runtime.config.zeroth_order import ZerothOrderOptions
 from runtime.core.units import parse_bytes
 
@@ -271,7 +271,6 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         "exact gradients (mebp), or estimates from forward passes only (mezo, or its variants)",
         *METHODS,
         group=Group.TRAINING,
-        hints={name: f"{name} was removed" for name in REMOVED_METHODS},
     )
     compute_dtype: str = choice(
         "float32",

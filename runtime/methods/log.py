@@ -50,16 +50,6 @@ DESCENTS: tuple[type[Descent], ...] = (Averages, HessianDescent, ScaledDescent)
 ESTIMATORS: tuple[type[Estimator], ...] = (Coefficients,)
 OWNERS: tuple[type[Owner], ...] = (*DESCENTS, *ESTIMATORS, Noise, FullWeights)
 T = TypeVar("T", bound=type[Owner])
-REMOVED = {
-    "rank": "LOZO or ZO-Muon",
-    "interval": "LOZO or ZO-Muon",
-    "factor_decay": "LOZO-M",
-    "cone_angle": "ConMeZO",
-    "cone_decay": "ConMeZO",
-    "flipout": "GRZO",
-    "muon": "ZO-Muon",
-}
-"""Fields that logs of earlier versions may have, and the estimators that wrote them."""
 
 
 def read_log(path: Path) -> tuple[Header, list[Update | None]]:
@@ -144,15 +134,10 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     """Check all fields that are not common to every log.
 
     Raises:
-        ValueError: a field is invalid, unknown, or of an estimator that was removed.
+        ValueError: a field is invalid or unknown.
     """
     known = {name for owner in OWNERS for name in owner.log_fields}
     for name in fields:
-        if name in REMOVED:
-            raise ValueError(
-                f"its header has {name!r}, and the method that writes it, {REMOVED[name]}, was "
-                "removed; replay it with the version that wrote it"
-            )
         if name not in known:
             raise ValueError(f"its header has an unknown field, {name!r:.80}")
     descents = _writers(DESCENTS, fields)

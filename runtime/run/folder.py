@@ -375,7 +375,7 @@ class RunFolder:
             if not (when in ("before", "after") or (when.isascii() and when.isdecimal())):
                 raise BundleError(f"{path} is damaged: {when!r:.80} is no step")
             try:
-                checked[when] = _evaluation(facts)
+                checked[when] = msgspec.convert(facts, Evaluation)
             except (msgspec.ValidationError, UnicodeError) as problem:
                 raise BundleError(f"{path} is damaged: {when!r}: {problem}") from None
         if missing := sorted(set(evaluated) - set(checked)):
@@ -469,13 +469,6 @@ class WorkerFolder(RunFolder):
 
     def write_initial(self, adapters: Adapters) -> None:
         """Nothing: rank 0 does it."""
-
-
-def _evaluation(facts: Any) -> Evaluation:
-    """An evaluation of evaluations.json; those of older versions call their tokens otherwise."""
-    if isinstance(facts, dict) and "tokens" in facts:
-        facts["scored_tokens"] = facts["tokens"]
-    return msgspec.convert(facts, Evaluation)
 
 
 def read_json(path: Path) -> dict[str, Any]:

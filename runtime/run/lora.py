@@ -66,10 +66,7 @@ def to_train(config: C, bundle: Bundle, note: Note | None = None) -> tuple[C, Bu
 
 
 def to_resume(config: C, bundle: Bundle) -> tuple[C, Bundle]:
-    """As `to_train`, for a run's own configuration: the adapter it began from may be gone.
-
-    An earlier version of the program wrote none of these options, and used the bundle's default.
-    """
+    """As `to_train`, for a run's own configuration: the adapter it began from may be gone."""
     if config.trains_all:
         return config, _without_adapters(config, bundle)
     if config.trains_prefix:

@@ -11,7 +11,7 @@ import msgspec
 
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
-from runtime.config.removed import load_run
+from runtime.config.base import load
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors
@@ -77,7 +77,7 @@ def replay(
     folder = RunFolder(run)
     folder.check(CONFIG)
     header, updates = read_log(run / TRAJECTORY)
-    config = load_run(run / CONFIG, {})
+    config = load(TrainConfig, run / CONFIG, {})
     opened = open_verified(bundle or config.bundle)
     if FullWeights.wrote(header.more):
         return _replay_weights(folder, config, header, updates, opened, output)

@@ -58,14 +58,6 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sent_bytes: _Count = 0
 
 
-def _step(text: bytes) -> Step:
-    """The step of a line; those of older versions call their tokens otherwise."""
-    line = msgspec.json.decode(text, type=dict[str, Any])
-    if "processed_tokens" in line:
-        line["scored_tokens"], line["tokens"] = line.get("tokens"), line["processed_tokens"]
-    return msgspec.convert(line, Step)
-
-
 def read_steps(path: Path, steps: int, way_out: str) -> Iterator[Step]:
     """The lines of the first `steps` steps, each checked when it is read.
 
@@ -78,7 +70,7 @@ def read_steps(path: Path, steps: int, way_out: str) -> Iterator[Step]:
             for number, text in enumerate(file, 1):
                 if number > steps:
                     return
-                step = _step(text)
+                step = msgspec.json.decode(text, type=Step)
                 if step.number != number:
                     raise BundleError(
                         f"{path} is damaged: line {number} is that of step {step.number}; {way_out}"

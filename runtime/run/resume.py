@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from runtime.bundle.store import Bundle
-from runtime.config.base import to_toml
-from runtime.config.removed import load_run
+from runtime.config.base import load, to_toml
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead
@@ -83,12 +82,12 @@ def _resume(path: Path, events: Events, wanted: dict[str, Any], team: Team) -> T
         folder.prepare_to_resume()
         for name in (CONFIG, PLAN):
             folder.check(name)
-        before = load_run(path / CONFIG, {}, events.note)
+        before = load(TrainConfig, path / CONFIG, {})
         if "epochs" in wanted:
             wanted = {"steps": None, **wanted}  # the run's own, which they replace
         if "bundle" in wanted:
             wanted = {**wanted, "bundle": absolute(wanted["bundle"])}
-        config = replace(load_run(path / CONFIG, wanted), output=str(path), parallel=None)
+        config = replace(load(TrainConfig, path / CONFIG, wanted), output=str(path), parallel=None)
         save = folder.saves.latest()
         state = None if save is None else folder.check_save(save)
         progress = progress_of(folder, state)

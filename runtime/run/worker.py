@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from runtime.bundle.store import Bundle
-from runtime.config.base import to_toml
-from runtime.config.removed import load_run
+from runtime.config.base import load, to_toml
 from runtime.config.shared import DataOptions, StepConfig
 from runtime.config.train import NO_DATA, TrainConfig
 from runtime.data.run_rows import MIX, TOKENS, open_run_rows
@@ -67,7 +66,7 @@ def worker(path: Path, own: Mapping[str, Any], team: Team) -> Iterator[Trainer]:
     folder = WorkerFolder(path)
     with folder.locked():
         folder.saves.folder.mkdir(exist_ok=True)
-        config = load_run(path / CONFIG, {})
+        config = load(TrainConfig, path / CONFIG, {})
         config = replace(config, **_received(config, path), **own, output=str(path))
         save = folder.saves.latest()
         state = None if save is None else folder.check_save(save)

@@ -28,7 +28,7 @@ from tqdm import tqdm  # noqa: E402
 
 from oracles.whole_model import dense_model, gradients  # noqa: E402
 from runtime.bundle.store import open_bundle  # noqa: E402
-from runtime.config.removed import load_run  # noqa: E402
+from runtime.config.base import load  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
 from runtime.core.errors import UsageError  # noqa: E402
 from runtime.data.rows import TokenRows  # noqa: E402
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--steps", type=int)
     arguments = parser.parse_args()
-    config = load_run(arguments.run / "config.toml", {})
+    config = load(TrainConfig, arguments.run / "config.toml", {})
     result = run_dense(config, arguments.run, arguments.steps or config.steps)
     compared = differences(result, arguments.run)
     folder = arguments.run / "dense"

@@ -26,8 +26,8 @@ COMMON = (*REQUIRED, "lora", "format")
 class Header:
     """The fields of every log.
 
-    `lora` are the fields of `LoraSettings`; empty in logs of an early version, whose runs used the
-    bundle's default, and where all parameters are trained. `more` comes after these in the line.
+    `lora` are the fields of `LoraSettings`; empty where all parameters are trained. `more` comes
+    after these in the line.
     """
 
     seed: int

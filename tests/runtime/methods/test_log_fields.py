@@ -16,7 +16,7 @@ from support.models import model_of
 from runtime.core.errors import BundleError
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.weights import FullWeights
-from runtime.methods.log import OWNERS, REMOVED, Owner, check_fields, read_log, rebuild
+from runtime.methods.log import OWNERS, Owner, check_fields, read_log, rebuild
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Averages, Update
 from runtime.methods.zeroth.hizoo import HessianDescent
@@ -66,7 +66,7 @@ INVALID: list[tuple[type[Owner], dict[str, Any], str]] = [
 
 def test_every_field_has_one_owner_whose_checks_are_tested() -> None:
     names = [name for owner in OWNERS for name in owner.log_fields]
-    assert len(names) == len(set(names)) and not set(names) & {*REMOVED, *REQUIRED}
+    assert len(names) == len(set(names)) and not set(names) & {*REQUIRED}
     assert {owner for owner, *_ in VALID} == {owner for owner, *_ in INVALID} == set(OWNERS)
     assert {name for _, fields in VALID for name in fields} == set(names)
 
@@ -117,7 +117,6 @@ def log_of(path: Path, fields: dict[str, Any], *lines: str) -> Path:
             {"scaling": "gradient-norm", "scaled": "variance", "hessian_smoothing": 0.1},
             "several descents: hessian_smoothing, scaling, scaled",
         ),
-        *(({name: 1}, f"{name!r}, and the method.* was removed") for name in REMOVED),
     ],
 )
 def test_a_log_with_another_header_is_refused(

@@ -13,7 +13,7 @@ from support.bundles import Tiny
 from support.plans import LINUX, plan_of, task_of
 from support.runs import adapter, replaced
 
-from runtime.config.removed import load_run
+from runtime.config.base import load
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError, BundleError
 from runtime.machine.backend import arithmetic
@@ -244,7 +244,7 @@ def test_no_field_of_a_plan_changes_in_silence(
     """Each is changed, and the checksum with it: the plan is what follows from its choices."""
     on(monkeypatch)
     before = plan_in(stopped)
-    config = load_run(stopped / "config.toml", {})
+    config = load(TrainConfig, stopped / "config.toml", {})
     config, bundle = to_resume(config, open_checked(config.bundle))
     monkeypatch.setattr(resume, "make_plan", lambda manifest, machine, wanted: before)
     for name in Plan.__struct_fields__:
@@ -347,15 +347,3 @@ def test_a_damaged_plan_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(BundleError, match=r"plan\.json"):
         resume.resume(stopped, Events(), {})
     assert adapter(stopped) == before
-
-
-def test_a_run_of_an_earlier_version_goes_on_without_what_was_removed(
-    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on(monkeypatch)
-    before = (stopped / "config.toml").read_text()
-    replaced(stopped, "config.toml", before + "heap_relief = true\n")
-    _, said = resumed(stopped)
-    assert "heap_relief was removed and is left out" in said
-    assert adapter(stopped) == adapter(runs[0])
-    assert "heap_relief" not in (stopped / "config.toml").read_text()

@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl: written and read as the same steps, those of older versions too."""
+"""The lines of metrics.jsonl: written and read as the same steps."""
 
 from __future__ import annotations
 
@@ -30,14 +30,6 @@ def test_a_step_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(msgspec.to_builtins(step)) + "\n" for step in steps))
     assert list(read_steps(path, 2, "give up")) == steps
-
-
-def test_a_line_of_an_older_version_is_read(tmp_path: Path) -> None:
-    line = msgspec.to_builtins(STEP)
-    line["tokens"], line["processed_tokens"] = line.pop("scored_tokens"), line["tokens"]
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps(line) + "\n")
-    assert list(read_steps(path, 1, "give up")) == [STEP]
 
 
 @pytest.mark.parametrize("tokens", ["9" * 5000, "-8", "8.5", '"8"', "null"])
