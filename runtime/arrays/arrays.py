@@ -38,11 +38,6 @@ def _by_rows(x: mx.array) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(view(x))
 
 
-def _floats(x: mx.array) -> npt.NDArray[np.float32]:
-    """The values of x, such as an adapter's in bfloat16, as float32."""
-    return view(x if x.dtype == mx.float32 else x.astype(mx.float32))
-
-
 class Arrays(Protocol):
     """The operations on arrays that kernels need besides matrix products.
 
@@ -204,7 +199,7 @@ class CpuArrays:
         if (library := self._multiplies) is None:
             return x @ w if scale == 1 else (x @ w) * scale
         y = np.empty((x.shape[0], w.shape[1]), np.float32)
-        library.multiply(_by_rows(x), _floats(w), y, add=False)
+        library.multiply(_by_rows(x), view(w), y, add=False)
         if scale != 1:
             np.multiply(y, np.float32(scale), out=y)
         return mx.array(y)  # copied here and now: zeros would be made by another thread
@@ -214,7 +209,7 @@ class CpuArrays:
     ) -> mx.array:
         if (library := self._multiplies) is not None:
             target = view(whole) if where is None else view(whole)[:, where]
-            library.multiply(_by_rows(x), _floats(w), target, add=True)
+            library.multiply(_by_rows(x), view(w), target, add=True)
             return whole
         if where is None:
             return mx.addmm(whole, x, w)

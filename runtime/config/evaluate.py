@@ -21,7 +21,6 @@ from runtime.config.shared import (
     HUB_DATA,
     BundleConfig,
     DataOptions,
-    adapter_dtype_field,
     adapter_field,
 )
 
@@ -34,7 +33,6 @@ _OF_ROWS = (
     "skip_bad_rows",
     "keep_empty",
     "arithmetic",
-    "adapter_dtype",
 )
 
 
@@ -76,7 +74,6 @@ class EvalConfig(BundleConfig, DataOptions):
         Group.EVALUATION,
         metavar="FILE",
     )
-    adapter_dtype: str = adapter_dtype_field()
     parallel: str | None = parallel_field("data")
 
     def __post_init__(self) -> None:
@@ -90,8 +87,6 @@ class EvalConfig(BundleConfig, DataOptions):
             problems.append("--source compares models in one arithmetic: leave out --arithmetic")
         if self.source is not None and self.parallel is not None:
             problems.append("--source compares in one process: leave out --parallel")
-        if self.adapter is None and self.adapter_dtype != "float32" and self.task != "bfcl":
-            problems.append("--adapter-dtype has no effect without --adapter: leave it out")
         unused = _OF_ROWS if self.task == "bfcl" else _OF_CALLS
         defaults = {setting.name: setting.default for setting in fields(self)}
         problems += [

@@ -78,12 +78,6 @@ def adapter_field(text: str) -> Any:
     return option(None, text, FILLED, metavar="PATH")
 
 
-def adapter_dtype_field() -> Any:
-    """The field for the precision of the current block's adapters."""
-    text = "precision of the current block's adapters in memory; on disk they are float32"
-    return choice("float32", text, "float32", "bfloat16", group=Group.MEMORY)
-
-
 def columns_of(text: str | None) -> dict[str, str]:
     """Our names of fields and those in the data, of "prompt=question,completion=answer".
 
@@ -320,7 +314,6 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
     prefetch: bool = option(
         True, "read the next block's weights while a block computes", group=Group.MEMORY
     )
-    adapter_dtype: str = adapter_dtype_field()
 
     @property
     def trains_prefix(self) -> bool:
@@ -347,15 +340,11 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
             for name, methods in OPTIONS_OF.items()
             if self.was_given(name) and self.method not in methods
         ]
-        if self.trains_all:
-            problems += [
-                f"{name} has no effect with trainable full: {why}"
-                for name, why in (
-                    ("adapter_dtype", "there are no adapters"),
-                    ("plan", "tiles of the weights themselves are read and written"),
-                )
-                if self.was_given(name)
-            ]
+        if self.trains_all and self.was_given("plan"):
+            problems.append(
+                "plan has no effect with trainable full: tiles of the weights themselves are read "
+                "and written"
+            )
         if self.trains_prefix and (given := self._lora_flags):
             problems.append(
                 f"trainable prefix has no LoRA adapters: leave out {' and '.join(given)}, or give "

@@ -1,7 +1,7 @@
 """LoRA adapters: initialised, held, checked and written as mlx-lm does, and read.
 
 During training they live in a scratch file (`runtime.storage.scratch`). Those of one block at a
-time are in memory, as float32 or bfloat16. Training updates and saves the float32 values.
+time are in memory.
 
 `adapters.safetensors` holds `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out), float32;
 `mlx_lm.generate --adapter-path` reads `adapter_config.json`.
@@ -22,7 +22,6 @@ import numpy as np
 from runtime.adapters.fused import adapters_in, digest_of, refuse_held
 from runtime.adapters.lora import LoraSettings
 from runtime.adapters.mlx_lm import CONFIG, KIND, PREFIX, WEIGHTS, config_of
-from runtime.arrays.arrays import Arrays, arrays_for
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Lora
 from runtime.bundle.manifest import Manifest
@@ -33,19 +32,14 @@ from runtime.methods.adapter_reader import AdapterFiles
 from runtime.methods.noise import key_of
 
 Tensors = MutableMapping[str, mx.array]
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
 class Adapters:
-    """The trainable tensors of every layer, float32, by full name; blocks run with `dtype` copies.
+    """The trainable tensors of every layer, float32, by full name."""
 
-    Products promote these to float32, so that only the values of adapters are rounded.
-    """
-
-    def __init__(self, manifest: Manifest, tensors: Tensors, dtype: str = "float32") -> None:
+    def __init__(self, manifest: Manifest, tensors: Tensors) -> None:
         self.manifest = manifest
         self.tensors = tensors
-        self.dtype = dtype
         self.scale = manifest.lora.scale
         self.dropout = manifest.lora.dropout
 
@@ -85,27 +79,13 @@ class Adapters:
             tensors[name] = value
         return cls(manifest, tensors)
 
-    def in_dtype(self, dtype: str) -> Adapters:
-        """The same adapters, except that blocks run with copies in another dtype."""
-        return Adapters(self.manifest, self.tensors, dtype)
-
     def loras(self, block: Block) -> dict[str, Lora]:
         """The block's adapters by relative name."""
-        arrays = arrays_for(self.manifest.device, one_evaluation=True)
         loras = {}
         for name in self.manifest.adapted(block):
-            first, second = (
-                self._copy(full, arrays) for full in self.manifest.adapter_names(block, name)
-            )
-            loras[name] = Lora(first, second, self.scale)
-        if self.dtype != "float32":
-            arrays.finish([[lora.a, lora.b] for lora in loras.values()])
+            first, second = self.manifest.adapter_names(block, name)
+            loras[name] = Lora(self.tensors[first], self.tensors[second], self.scale)
         return loras
-
-    def _copy(self, name: str, arrays: Arrays) -> mx.array:
-        value = self.tensors[name].astype(DTYPES[self.dtype])  # itself where it is float32
-        arrays.settle(value)
-        return value
 
     def config(self) -> dict[str, Any]:
         """The content of adapter_config.json."""

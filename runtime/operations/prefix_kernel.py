@@ -34,7 +34,7 @@ class Prefix:
             return None
         keys, values = (
             mx.contiguous(part.reshape(part.shape[0], heads, 1, -1).transpose(1, 2, 0, 3))
-            for part in (lora.a.astype(mx.float32), lora.b.astype(mx.float32))
+            for part in (lora.a, lora.b)
         )
         arrays.settle(keys, values)
         return cls(keys, values, arrays)

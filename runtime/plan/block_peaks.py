@@ -71,12 +71,9 @@ class _Held:
 class PeakModel:
     """The bytes in use while the blocks of a lowered model run, for one training method."""
 
-    def __init__(
-        self, manifest: Manifest, lowered: LoweredModel, demand: Demand, adapter_dtype: str
-    ) -> None:
+    def __init__(self, manifest: Manifest, lowered: LoweredModel, demand: Demand) -> None:
         self.manifest, self.lowered, self.demand = manifest, lowered, demand
         self.execution = lowered.execution
-        self._rounded = adapter_dtype != "float32"
         self._forwards: dict[tuple[int, int], int] = {}
         self._keeping: dict[int, int] = {}
 
@@ -89,19 +86,10 @@ class PeakModel:
 
     @cached_property
     def adapter_bytes(self) -> int:
-        """Bytes of the adapters in memory while a layer runs.
-
-        If adapters are rounded, those of the current matrix also exist as float32.
-        """
-        copy_bytes = self._most_adapters // 2 if self._rounded else self._most_adapters
-        current = copy_bytes * self.demand.adapter_copies
-        if self._rounded:
-            # on a GPU all of a block are rounded in one evaluation
-            on_gpu = self.manifest.device == "gpu"
-            current += self._most_adapters if on_gpu else self._largest_adapter
-        if not self.demand.all_adapters:
-            return current
-        return self.all_adapter_bytes + (current if self._rounded else 0)
+        """Bytes of the adapters in memory while a layer runs."""
+        if self.demand.all_adapters:
+            return self.all_adapter_bytes
+        return self._most_adapters * self.demand.adapter_copies
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -187,22 +175,8 @@ class PeakModel:
 
     def block_adapter_bytes(self, block: Block) -> int:
         """Bytes of the float32 adapters of one block."""
-        return sum(self._adapters(block).values())
-
-    @cached_property
-    def _largest_adapter(self) -> int:
-        sizes = (self._adapters(block).values() for block in self.manifest.layers)
-        return max((size for block in sizes for size in block), default=0)
-
-    def _adapters(self, block: Block) -> dict[str, int]:
-        """The float32 bytes of each of a block's adapters."""
         shapes = self.manifest.adapter_shapes(block)
-        return {
-            name: sum(
-                math.prod(shapes[full]) * F32 for full in self.manifest.adapter_names(block, name)
-            )
-            for name in self.manifest.adapted(block)
-        }
+        return sum(math.prod(shape) * F32 for shape in shapes.values())
 
     # Blocks.
 

@@ -62,7 +62,6 @@ class Request(msgspec.Struct, frozen=True):
     accumulation: int = 1
     layout: str = "budget"
     prefetch: bool = True
-    adapter_dtype: str = "float32"
     context: int = 0
 
 
@@ -97,7 +96,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     materialize_blocks: bool = msgspec.field(name="hold")  # each block whole, while it runs
     keeps_mlps: bool = True  # where layers keep activations, also those inside MLPs
     prefetch: bool
-    adapter_dtype: str
     lanes: Count  # hidden states that run through a block's forward together
     evaluation_lanes: Count
     kept_layers: Natural  # how many of the last layers keep activations
@@ -289,7 +287,6 @@ class Planner:
             evaluation=sizes.evaluation,
             materialize_blocks=sizes.materialize_blocks,
             prefetch=request.prefetch,
-            adapter_dtype=request.adapter_dtype,
             lanes=lanes,
             evaluation_lanes=evaluation_lanes,
             kept_layers=0,
@@ -359,7 +356,7 @@ class Planner:
                 machine.compute_dtype,
             )
             self._lowered = (key, lowered)
-        return PeakModel(self.manifest, self._lowered[1], demand, request.adapter_dtype)
+        return PeakModel(self.manifest, self._lowered[1], demand)
 
     def _process_bytes(self, request: Request, model: PeakModel) -> int:
         """Bytes of the process with its BLAS, opened graphs and prefetch thread."""

@@ -82,7 +82,6 @@ def training(config: StepConfig, manifest: Manifest, workers: int = 1) -> Wanted
         if demand.trains_weights
         else config.plan,  # each tile of weights is read once a step
         config.prefetch,
-        config.adapter_dtype,
     )
     return Wanted(request, demand, config.budget_bytes)
 
@@ -92,7 +91,6 @@ def plan_evaluation(
     budget_bytes: int,
     max_seq_length: int,
     arithmetic: str = "auto",
-    adapter_dtype: str = "float32",
 ) -> Plan:
     """The plan on this machine for forward passes over rows of `max_seq_length` tokens.
 
@@ -100,15 +98,13 @@ def plan_evaluation(
         BudgetError: nothing fits.
         UsageError: rows are longer than the bundle has graphs for.
     """
-    wanted = evaluation(bundle.manifest, budget_bytes, max_seq_length, adapter_dtype)
+    wanted = evaluation(bundle.manifest, budget_bytes, max_seq_length)
     return make_plan(bundle.manifest, machine_for(bundle, arithmetic), wanted)
 
 
-def evaluation(
-    manifest: Manifest, budget_bytes: int, max_seq_length: int, adapter_dtype: str
-) -> Wanted:
+def evaluation(manifest: Manifest, budget_bytes: int, max_seq_length: int) -> Wanted:
     """The request and demand of forward passes over rows of `max_seq_length` tokens."""
-    request = Request(choose_bucket(manifest, max_seq_length), adapter_dtype=adapter_dtype)
+    request = Request(choose_bucket(manifest, max_seq_length))
     return Wanted(request, EVALUATION, budget_bytes)
 
 

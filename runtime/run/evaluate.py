@@ -246,13 +246,11 @@ def _evaluate(config: EvalConfig, scratch: Path, events: Events, team: Team) -> 
             plan, max_seq_length = msgspec.json.decode(
                 (scratch / PLAN).read_bytes(), type=tuple[Plan, int]
             )
-            wanted = evaluation(manifest, config.budget_bytes, max_seq_length, config.adapter_dtype)
+            wanted = evaluation(manifest, config.budget_bytes, max_seq_length)
             plan = plan_of_first(plan, manifest, machine_for(bundle, config.arithmetic), wanted)
         else:
             max_seq_length = config.max_seq_length or source.bucket(bundle, scratch)
-            plan = plan_evaluation(
-                bundle, config.budget_bytes, max_seq_length, config.arithmetic, config.adapter_dtype
-            )
+            plan = plan_evaluation(bundle, config.budget_bytes, max_seq_length, config.arithmetic)
         if plan.warning:
             events.note(warning(plan.warning))
         events.plan(plan)
@@ -264,7 +262,7 @@ def _evaluate(config: EvalConfig, scratch: Path, events: Events, team: Team) -> 
         if rows.report is not None:
             events.note(rows.report.describe(manifest.buckets))
         session = open_session(bundle, plan)
-        adapters = Adapters.applied(manifest, adapter).in_dtype(config.adapter_dtype)
+        adapters = Adapters.applied(manifest, adapter)
         if config.task == "labels":
             tally = LabelTally(labels_of(rows, "--task labels", "rows"))
         measured = evaluate_rows(

@@ -72,7 +72,6 @@ def _saved_state(
         adapters = _first_adapters(config, session, folder)
     else:
         adapters = Adapters.load(manifest, save, _scratch_tensors(session, folder))
-        adapters = adapters.in_dtype(config.adapter_dtype)
     running = _method(config, session, adapters, folder, rows, team, fresh=False)
     running.read(save / STATE_OF_METHOD)
     folder.go_on_with_logs(state, running.keeps_log)
@@ -97,7 +96,7 @@ def _first_adapters(config: TrainConfig, session: Session, folder: RunFolder) ->
             folder.write_initial(adapters)
     else:
         adapters = Adapters.load(manifest, Path(config.adapter), tensors)
-    return adapters.in_dtype(config.adapter_dtype)
+    return adapters
 
 
 def _method(

@@ -30,7 +30,6 @@ from oracles.whole_model import dense_model, gradients  # noqa: E402
 from runtime.bundle.store import open_bundle  # noqa: E402
 from runtime.config.base import load  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
-from runtime.core.errors import UsageError  # noqa: E402
 from runtime.data.rows import TokenRows  # noqa: E402
 from runtime.data.samples import Samples  # noqa: E402
 from runtime.engine.sample import Row  # noqa: E402
@@ -76,13 +75,7 @@ def evaluate_dense(model: nn.Module, rows: TokenRows, limit: int) -> Evaluation:
 
 
 def run_dense(config: TrainConfig, run: Path, steps: int) -> DenseRun:
-    """Train the dense model for `steps` steps of the run's configuration.
-
-    Raises:
-        UsageError: the run rounds its adapters to a narrower type, which the dense model does not.
-    """
-    if config.adapter_dtype != "float32":
-        raise UsageError(f"{run} trains with --adapter-dtype {config.adapter_dtype}, not float32")
+    """Train the dense model for `steps` steps of the run's configuration."""
     bundle = open_bundle(config.bundle)
     manifest = bundle.manifest
     adapters = Adapters.initial(manifest, config.seed)

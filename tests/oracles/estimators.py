@@ -43,7 +43,7 @@ class Monolithic(ABC):
         """The mean loss at theta + by z."""
         theta = self.adapters.tensors
         tensors = {name: theta[name] + self.direction(number, query, name) * by for name in theta}
-        moved = Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
+        moved = Adapters(self.adapters.manifest, tensors)
         return plain_loss(model, moved, rows)
 
     def projected(self, model: Model, rows: Sequence[Sample], number: int, query: int) -> float:
@@ -218,7 +218,7 @@ class MonolithicScaled(Monolithic):
             z = {name: super(MonolithicScaled, self).direction(number, self.n + layer, name)
                  for name in names}  # fmt: skip
             tensors = {**theta, **{name: theta[name] + z[name] * by for name in names}}
-            moved = Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
+            moved = Adapters(self.adapters.manifest, tensors)
             losses.append(plain_loss(model, moved, rows))
         return abs((losses[0] - losses[1]) / (2 * self.epsilon))
 

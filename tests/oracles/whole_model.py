@@ -210,7 +210,7 @@ class MonolithicMeZO:
         theta = self.adapters.tensors
         z = {name: self.noise.draw(step, query, name, theta[name].shape) for name in theta}
         tensors = {name: theta[name] + z[name] * by for name in theta}
-        return Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
+        return Adapters(self.adapters.manifest, tensors)
 
     def step(
         self, model: Model, rows: Sequence[Sample], number: int, rate: float

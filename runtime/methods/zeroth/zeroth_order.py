@@ -298,7 +298,7 @@ class ZerothOrder:
                 for name in names
             }
             mx.eval(tensors)
-            adapters = Adapters(self.adapters.manifest, tensors, self.adapters.dtype)
+            adapters = Adapters(self.adapters.manifest, tensors)
             perturbed[point] = adapters.loras(block)
 
     def _direction(self, number: int, query: int, name: str) -> mx.array:

@@ -17,7 +17,7 @@ from support.plans import LINUX, PLENTY, predicted, task_of
 
 from runtime.bundle.store import Bundle
 from runtime.engine.sample import Sample
-from runtime.methods.adapters import DTYPES, Adapters
+from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import MeBP, StepDropout
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.forward_only import MOST_LANES
@@ -54,7 +54,6 @@ def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:
         parts,
         queries=int(rng.integers(1, 4)) if method == "mezo" else None,
         prefetch=bool(rng.random() < 0.5),
-        adapter_dtype=str(rng.choice([*DTYPES])),
     )
     most = 2 if method == "mezo" else 1
     drawn = predicted(bundle.manifest, task, sizes(rng), PLENTY, most, machine)
@@ -87,15 +86,6 @@ def anywhere(adapters: Adapters, folder: Path, rng: Rng) -> Adapters:
     return Adapters(adapters.manifest, mapped)
 
 
-def rounded(adapters: Adapters) -> Adapters:
-    """The values that blocks run with, in float32 for the oracle."""
-    values = {
-        name: value.astype(DTYPES[adapters.dtype]).astype(mx.float32)
-        for name, value in adapters.tensors.items()
-    }
-    return Adapters(adapters.manifest, values)
-
-
 @at_length("draws", 1, 6)
 @pytest.mark.parametrize(("family", "layouts"), [*STORED_IN_TURN, WITH_EXPERTS])
 def test_gradients_are_autograds_under_every_plan(
@@ -108,7 +98,7 @@ def test_gradients_are_autograds_under_every_plan(
         count, parts = int(rng.integers(1, 4)), int(rng.integers(1, 3))
         chosen = plan(bundle, rng, "mebp", count, parts)
         print(manifest.lora, msgspec.structs.replace(chosen, blocks=()))
-        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).in_dtype(chosen.adapter_dtype)
+        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng)
         rows = [drawn_rows(bundle, rng, chosen.bucket, count) for _ in range(parts)]
         shape = (1, chosen.bucket, manifest.hidden_size)
         scratch = Activations(tmp_path, len(manifest.blocks), count, shape)
@@ -121,7 +111,7 @@ def test_gradients_are_autograds_under_every_plan(
             kept.found.clear()
             result = method.step(5, 1e-3, rows)
         dropout = StepDropout(seed, adapters.dropout, 5)
-        model = reference.dense_model(bundle, rounded(adapters), dropout)
+        model = reference.dense_model(bundle, adapters, dropout)
         samples = [sample for part in rows for sample in part]
         flat = [(row.tokens, row.scored) for sample in samples for row in sample.rows]
         places = [
@@ -146,10 +136,10 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
         count, parts, queries = (int(n) for n in rng.integers(1, (3, 3, 4)))
         chosen = plan(bundle, rng, "mezo", count, parts)
         print(msgspec.structs.replace(chosen, blocks=()))
-        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng).in_dtype(chosen.adapter_dtype)
+        adapters = anywhere(adapters_of(bundle, rng), tmp_path, rng)
         noise = Noise(seed, str(rng.choice(["gaussian", "rademacher"])))
         decay = float(rng.choice([0.0, 0.1]))
-        copied = Adapters(adapters.manifest, dict(adapters.tensors), adapters.dtype)
+        copied = Adapters(adapters.manifest, dict(adapters.tensors))
         oracle = reference.MonolithicMeZO(copied, noise, 1e-3, queries, decay)
         shape = (1, chosen.bucket, bundle.manifest.hidden_size)
         scratch = Activations(tmp_path, 1, 2 * queries * count * parts, shape)

@@ -220,7 +220,6 @@ def test_a_process_that_no_plan_fits_is_refused_and_the_run_stays(
 CHANGED: dict[str, object] = {
     "limit_bytes": 50_000_000,
     "arithmetic": "packed",
-    "adapter_dtype": "bfloat16",
     "compute_dtype": "bfloat16",
     "blocks": lambda blocks: (*blocks[1:], blocks[0]),
     "minimum_bytes": 1,
