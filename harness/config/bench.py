@@ -1,4 +1,4 @@
-"""The options of `ondevice bench`.
+"""The options of `ondevice bench`, and of `ondevice doctor`, which may measure too.
 
 Lists (models, lengths, plans, budgets, peers) are one text with commas, with each name once. If a
 list is left out, the benchmark's default applies: in a paper's table, the paper's own list.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from runtime.config.base import (
     COUNT,
@@ -132,3 +133,29 @@ class BenchConfig(Config):
     def peer_names(self) -> tuple[str, ...]:
         """The programs given on the command line; empty for the benchmark's default."""
         return _parts(self.peers) if self.peers else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig(Config):
+    """The options of `ondevice doctor`, which looks at the machine and the installed packages."""
+
+    positional: ClassVar[str] = ""
+
+    bench: bool = option(
+        False,
+        "also train three model shapes with random weights, and print the row that this machine "
+        "adds to a table of speeds and footprints",
+    )
+    bundles: str = option(
+        "bundles",
+        "with --bench: directory of the bundles, which are exported when first needed",
+        FILLED,
+        metavar="DIR",
+    )
+    models: str | None = option(
+        None,
+        "with --bench: other shapes than the usual three, named as for `ondevice bench`",
+        MODEL_NAMES,
+    )
+    seq_lens: str | None = option(None, "with --bench: tokens per row (default: 256)", LENGTHS)
+    output: str = option("doctor.json", "with --bench: JSON file to write", FILLED, metavar="FILE")

@@ -24,19 +24,18 @@ class CommandGroup(StrEnum):
 class Command:
     """A command: its name, its description in one line and in more, its options and its handler.
 
-    `settings` is the full name of the class of its options, and `handler` the module that
-    does the work, in `ondevice.cli.handlers`. Both are imported when the command is typed, so that
-    a training process does not load the others. `resumes` says whether `--resume RUN` may take the
-    place of all options, and `group` where help shows the command.
+    `settings` is the full name of the class of its options. `group` says where help shows the
+    command, and which module of `ondevice.cli.handlers` does the work. Both are imported when the
+    command is typed, so that a training process does not load the others. `resumes` says whether
+    `--resume RUN` may take the place of all options.
     """
 
     name: str
     summary: str
     more: str
     settings: str
-    handler: str
+    group: CommandGroup
     resumes: bool = False
-    group: CommandGroup = CommandGroup.USE
 
     @property
     def config(self) -> type[Config]:
@@ -47,7 +46,8 @@ class Command:
 
     def run(self, arguments: argparse.Namespace) -> None:
         """Run the command by its handler."""
-        import_module(f"ondevice.cli.handlers.{self.handler}").run(arguments)
+        module = import_module(f"ondevice.cli.handlers.{self.group.name.lower()}")
+        getattr(module, f"run_{self.name}")(arguments)
 
 
 COMMANDS = (
@@ -57,16 +57,14 @@ COMMANDS = (
         "Training, evaluation and generation start from the bundle. The checkpoint is not needed "
         "after that.",
         "export.config.export.ExportConfig",
-        "export",
-        group=CommandGroup.MODEL,
+        CommandGroup.MODEL,
     ),
     Command(
         "inspect",
         "show a bundle's model, adapters, graphs and quantization errors",
         "",
         "runtime.config.inspect.InspectConfig",
-        "inspect",
-        group=CommandGroup.MODEL,
+        CommandGroup.MODEL,
     ),
     Command(
         "slice",
@@ -74,33 +72,29 @@ COMMANDS = (
         "Each slice has an equal part of every block. Training with --parallel on as many machines "
         "sends each block's other parts as it is needed.",
         "export.config.export.SliceConfig",
-        "slice",
-        group=CommandGroup.MODEL,
+        CommandGroup.MODEL,
     ),
     Command(
         "plan",
         "show how training would use a memory budget, without training",
         "Give the options that you would give to `ondevice train`.",
         "runtime.config.train.PlanConfig",
-        "plan",
-        group=CommandGroup.TRAIN,
+        CommandGroup.TRAIN,
     ),
     Command(
         "data",
         "show the rows that training would read, and which tokens count",
         "Nothing is trained. Give the options that you would give to `ondevice train`.",
         "runtime.config.inspect.DataConfig",
-        "data",
-        group=CommandGroup.TRAIN,
+        CommandGroup.TRAIN,
     ),
     Command(
         "train",
         "fine-tune a model under a memory budget, or resume a run",
         "The run directory is also an adapter of mlx-lm. Stopping with Ctrl-C saves the state.",
         "runtime.config.train.TrainConfig",
-        "train",
+        CommandGroup.TRAIN,
         resumes=True,
-        group=CommandGroup.TRAIN,
     ),
     Command(
         "eval",
@@ -108,7 +102,7 @@ COMMANDS = (
         "With --task bfcl the model answers questions of the Berkeley Function Calling "
         "Leaderboard, whose own checker judges its calls.",
         "runtime.config.evaluate.EvalConfig",
-        "evaluate",
+        CommandGroup.USE,
     ),
     Command(
         "generate",
@@ -116,7 +110,7 @@ COMMANDS = (
         "Takes the most likely token each time, or draws tokens at random (--temperature). The "
         "more memory the budget leaves, the faster it is.",
         "runtime.config.generate.GenerateConfig",
-        "generate",
+        CommandGroup.USE,
     ),
     Command(
         "chat",
@@ -124,7 +118,7 @@ COMMANDS = (
         "Reads a line, answers it by the model's chat template, and reads the next. /exit or the "
         "end of the input ends it, /reset forgets it, and Ctrl-C interrupts an answer.",
         "runtime.config.generate.ChatConfig",
-        "chat",
+        CommandGroup.USE,
     ),
     Command(
         "compare",
@@ -132,8 +126,7 @@ COMMANDS = (
         "Tries learning rates, trains with each method, and writes tables, plots and an HTML page. "
         "The same command goes on where it was interrupted.",
         "harness.config.compare.CompareConfig",
-        "compare",
-        group=CommandGroup.COMPARE,
+        CommandGroup.COMPARE,
     ),
     Command(
         "report",
@@ -141,23 +134,21 @@ COMMANDS = (
         "The page holds losses, footprints, times and settings, and needs no network. --samples "
         "adds what the model says before and after training.",
         "harness.config.report.ReportConfig",
-        "report",
-        group=CommandGroup.COMPARE,
+        CommandGroup.COMPARE,
     ),
     Command(
         "replay",
         "rebuild the adapter of a zeroth-order run from its log",
         "Checks that the result is the run's own adapter, bit for bit.",
         "runtime.config.train.ReplayConfig",
-        "replay",
-        group=CommandGroup.TRAIN,
+        CommandGroup.TRAIN,
     ),
     Command(
         "adapter",
         "write a trained adapter for PEFT, llama.cpp or mlx-lm",
         "The bundle's model says which tensors there are, and how llama.cpp orders their rows.",
         "export.config.fuse.AdapterConfig",
-        "adapter",
+        CommandGroup.USE,
     ),
     Command(
         "fuse",
@@ -165,7 +156,7 @@ COMMANDS = (
         "Writes a checkpoint that transformers and mlx-lm load, a GGUF file for llama.cpp, or a "
         "bundle again. Without --adapter the bundle's own weights are converted.",
         "export.config.fuse.FuseConfig",
-        "fuse",
+        CommandGroup.USE,
     ),
     Command(
         "trust",
@@ -173,24 +164,21 @@ COMMANDS = (
         "Graphs from elsewhere do not run: they are traced again from the model's configuration. "
         "This is for machines without mlx-lm, which does the tracing.",
         "export.config.export.TrustConfig",
-        "trust",
-        group=CommandGroup.MACHINE,
+        CommandGroup.MACHINE,
     ),
     Command(
         "bench",
         "run a benchmark on this machine; without a name, list them",
         "Every figure is measured in fresh processes.",
         "harness.config.bench.BenchConfig",
-        "bench",
-        group=CommandGroup.COMPARE,
+        CommandGroup.COMPARE,
     ),
     Command(
         "doctor",
         "what works on this machine, what is missing, how fast it is",
         "Each line is ok, a warning, missing (an optional part) or broken, with the way out.",
-        "harness.config.doctor.DoctorConfig",
-        "doctor",
-        group=CommandGroup.MACHINE,
+        "harness.config.bench.DoctorConfig",
+        CommandGroup.MACHINE,
     ),
     Command(
         "completion",
@@ -198,8 +186,7 @@ COMMANDS = (
         'For bash, put `eval "$(ondevice completion bash)"` into ~/.bashrc; for zsh the same with '
         "zsh into ~/.zshrc, after compinit; for fish `ondevice completion fish | source` into "
         "~/.config/fish/config.fish; for tcsh write it to a file, and source that in ~/.tcshrc.",
-        "ondevice.cli.handlers.completion.CompletionConfig",
-        "completion",
-        group=CommandGroup.MACHINE,
+        "ondevice.cli.handlers.machine.CompletionConfig",
+        CommandGroup.MACHINE,
     ),
 )

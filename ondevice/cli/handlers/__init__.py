@@ -1,1 +1,1 @@
-"""A module a command: it checks the configuration, calls the work, and prints the result."""
+"""A module a group of commands: each checks its configuration, calls the work, and prints."""

@@ -27,8 +27,8 @@ def set_up(keep_heap: bool = True) -> None:
         note(warning(prepared.warning))
 
 
-def print_json(result: object) -> None:
-    """Print a result, a struct or a value of JSON, as one line of JSON."""
+def print_json(result: object, indent: int | None = None) -> None:
+    """Print a result, a struct or a value of JSON, as JSON: one line of it without `indent`."""
     import msgspec
 
-    out(json.dumps(msgspec.to_builtins(result, str_keys=True)))
+    out(json.dumps(msgspec.to_builtins(result, str_keys=True), indent=indent))

@@ -1,20 +1,22 @@
-"""Handles `ondevice compare`: compares training methods."""
+"""Handles the commands that compare and measure: compare, report and bench."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from harness.config.bench import BenchConfig
 from harness.config.compare import CompareConfig
-from ondevice.cli.handlers.common import configuration
+from harness.config.report import ReportConfig
+from ondevice.cli.handlers.common import configuration, print_json, set_up
 from ondevice.cli.screen import note, out
+from runtime.config.base import given
 from runtime.core.errors import UsageError
 from runtime.parallel.launch import launched
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Run the command."""
+def run_compare(arguments: argparse.Namespace) -> None:
+    """Compare training methods."""
     config = configuration(CompareConfig, arguments)
     if launched().size > 1:
         raise UsageError("compare starts the processes of its trainings itself; leave out mpirun")
@@ -24,6 +26,34 @@ def run(arguments: argparse.Namespace) -> None:
     check_methods(config)
     report = compare(config, note)
     if arguments.json:
-        out(json.dumps(report))
+        print_json(report)
         return
     out(f"{to_text(report)}\n\nplots are in {Path(config.output) / 'compare.html'}")
+
+
+def run_report(arguments: argparse.Namespace) -> None:
+    """Write a page about runs."""
+    config = configuration(ReportConfig, arguments)
+    if config.samples:
+        set_up()
+    from harness.report.runs_page import write_page
+
+    runs = write_page([Path(run) for run in config.runs], Path(config.output), config.samples)
+    if arguments.json:
+        print_json({"output": config.output, "runs": [run.name for run in runs]})
+        return
+    out(f"the page of {', '.join(run.name for run in runs)} is {config.output}")
+
+
+def run_bench(arguments: argparse.Namespace) -> None:
+    """Run a benchmark."""
+    from harness.bench.bench import bench, find, to_text
+
+    if arguments.config is None and "name" not in given(arguments, BenchConfig):
+        find("")  # raises, with a list of them
+    config = configuration(BenchConfig, arguments)
+    report = bench(config, note)
+    if arguments.json:
+        print_json(report)
+    else:
+        out(to_text(report))

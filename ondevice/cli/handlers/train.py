@@ -1,8 +1,9 @@
-"""Handles `ondevice train`: starts or resumes a run."""
+"""Handles the commands that train: plan, data, train and replay."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +12,60 @@ from ondevice.cli.progress import step_bar, task_bar
 from ondevice.cli.screen import note, out
 from runtime.config.base import flag, given
 from runtime.config.parallel import JOIN, shared_folder
-from runtime.config.train import CHANGEABLE, OF_JOINING, TrainConfig
-from runtime.core.errors import UsageError
+from runtime.config.train import CHANGEABLE, OF_JOINING, PlanConfig, ReplayConfig, TrainConfig
+from runtime.core.errors import BundleError, UsageError
 from runtime.parallel.launch import speaks
 
 if TYPE_CHECKING:
     from runtime.plan.plan import Plan
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Run the command."""
+def run_plan(arguments: argparse.Namespace) -> None:
+    """Show how training would use a memory budget."""
+    config = configuration(PlanConfig, arguments)
+    set_up()  # the plan counts the BLAS's threads
+    from ondevice.cli.describe import describe_plan
+    from runtime.run.start import show_plan
+
+    with task_bar("row"), step_bar():  # the plan counts what training loads
+        plan = show_plan(config, note).to_json()
+    if arguments.json:
+        print_json(plan, indent=1)
+    else:
+        out(describe_plan(plan, per_block=True))
+
+
+def run_data(arguments: argparse.Namespace) -> None:
+    """Show the rows that training would read."""
+    from ondevice.cli.describe import describe_lengths, marked
+    from runtime.bundle.store import open_bundle
+    from runtime.config.inspect import DataConfig
+    from runtime.data.overview import confined_overview
+
+    config = configuration(DataConfig, arguments)
+    bundle = open_bundle(config.bundle)
+    overview = confined_overview(config)
+    buckets = bundle.manifest.buckets
+    first = next(iter(overview.reports.values()))
+    if arguments.json:
+        facts = {"data": overview.reports, "buckets": buckets, "recommended": first.recommended()}
+        print_json({**facts, "packing": overview.packing, "row": overview.row})
+        return
+    for name, report in overview.reports.items():
+        out(f"{name}: {report.describe(buckets)}\n")
+    for text in bundle.manifest.warnings:
+        out(f"warning: {text}\n")
+    out(describe_lengths(first.recommended(), first.longest, buckets))
+    if overview.packing is not None:
+        out(overview.packing.describe())
+    if overview.row:
+        colours = sys.stdout.isatty()
+        text, means = marked(overview.row, colours)
+        out(f"\nrow {config.row}, with what is scored {means}:\n\n{text}", coloured=colours)
+
+
+def run_train(arguments: argparse.Namespace) -> None:
+    """Start or resume a run, or help with that of another device."""
     overrides = given(arguments, TrainConfig)
     shared = shared_folder(overrides.get("parallel"))
     if shared is not None and shared[0] == JOIN:
@@ -111,3 +156,32 @@ def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> N
             f"{', '.join(odd) or '--config'}; to train with other settings, start another run with "
             f"--adapter {arguments.resume}"
         )
+
+
+def run_replay(arguments: argparse.Namespace) -> None:
+    """Rebuild the adapter of a run from its log."""
+    config = configuration(ReplayConfig, arguments)
+    set_up()
+    from runtime.run.replay import replay
+
+    run = Path(config.run)
+    output = run / "replayed" if config.output is None else Path(config.output)
+    if config.output is None and output.is_symlink():
+        raise UsageError(f"{output} is a symbolic link; name a folder by --output")
+    initial = None if config.initial is None else Path(config.initial)
+    result = replay(run, output, config.bundle, initial)
+    if arguments.json:
+        print_json(result)
+    else:
+        out(f"{result.output}: {result.steps} steps from a log of {result.log_bytes} bytes")
+        if result.best_step is not None:
+            out(f"it is what was trained after step {result.best_step}, kept by --keep-best")
+    if result.identical is False:
+        why = f"; bits may differ here: {others}" if (others := result.other_arithmetic) else ""
+        raise BundleError(
+            f"{run} holds something else after step {result.saved_steps} than its log leads to{why}"
+        )
+    if result.not_compared:
+        note(f"it is not compared with what the run holds: {result.not_compared}")
+    if result.identical and not arguments.json:
+        out(f"identical to what the run holds after step {result.saved_steps}")

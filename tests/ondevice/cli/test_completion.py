@@ -12,7 +12,7 @@ import pytest
 from support.runs import here
 
 from ondevice.cli.commands import COMMANDS
-from ondevice.cli.handlers.completion import SHELLS
+from ondevice.cli.handlers.machine import SHELLS
 from ondevice.cli.parser import command_parser, long_flags
 from runtime.config.methods import METHODS
 

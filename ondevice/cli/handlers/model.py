@@ -1,0 +1,64 @@
+"""Handles the commands that make a model: export, inspect and slice."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from export.config.export import ExportConfig, SliceConfig
+from ondevice.cli.handlers.common import configuration, print_json, set_up
+from ondevice.cli.progress import task_bar
+from ondevice.cli.screen import note, out
+from runtime.config.inspect import InspectConfig
+from runtime.core.units import format_bytes
+
+
+def run_export(arguments: argparse.Namespace) -> None:
+    """Convert a checkpoint, and tell the cost."""
+    config = configuration(ExportConfig, arguments)
+    set_up(keep_heap=False)
+    from ondevice.api.bundles import export
+
+    with task_bar("step") as progress:
+        done = export(config, progress, note)
+    if arguments.json:
+        print_json(done)
+        return
+    out(
+        f"{done.bundle}: {format_bytes(done.weights_bytes)} of weights "
+        f"({done.bits_per_weight:.2f} bits each), {done.graphs} graphs, "
+        f"peak footprint {format_bytes(done.peak_footprint_bytes)}"
+    )
+    if done.quality is not None:
+        out(done.quality.describe())
+
+
+def run_inspect(arguments: argparse.Namespace) -> None:
+    """Show a bundle."""
+    config = configuration(InspectConfig, arguments)
+    from ondevice.cli.describe import describe_bundle, facts_of
+    from runtime.bundle.store import open_bundle
+
+    bundle = open_bundle(config.bundle)
+    if config.verify:
+        bundle.verify()
+    if arguments.json:
+        print_json({**facts_of(bundle), "verified": config.verify}, indent=1)
+        return
+    out(describe_bundle(bundle))
+    if config.verify:
+        out("every file agrees with its checksum")
+
+
+def run_slice(arguments: argparse.Namespace) -> None:
+    """Cut a bundle into parts for several machines."""
+    config = configuration(SliceConfig, arguments)
+    from runtime.bundle.store import open_bundle, write_slices
+
+    output = Path(config.output)
+    slices = write_slices(open_bundle(config.bundle), config.count, output, config.force)
+    if arguments.json:
+        print_json([{"bundle": each.path, "bytes": each.manifest.held_nbytes} for each in slices])
+        return
+    for each in slices:
+        out(f"{each.path}: {format_bytes(each.manifest.held_nbytes)} of weights")
