@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from export.sources.random import PRESETS
 from harness.bench.benchmark import (
     Bench,
     Benchmark,
@@ -24,13 +25,21 @@ from harness.bench.benchmark import (
     place,
     seconds,
 )
+from harness.config.bench import BenchConfig
 from harness.report.table import Table
+from runtime.bundle.store import MANIFEST
 from runtime.config.methods import USUAL
-from runtime.core.units import format_bytes
+from runtime.core.units import format_bytes, format_seconds
 
 MODELS = ("gemma3-270m", "qwen2.5-0.5b", "gemma3-1b")
 TOKENS = 256
 SMALL, LARGE = "min", "1GB"
+# How often a weight is multiplied with a token in a step of MeBP and one of MeZO: layers forward,
+# recomputed and twice backward, and twice forward; the head forward and backward, and twice forward
+LAYERS, HEAD = 4 + 2, 2 + 2
+SLOWER = 1 + 2  # than the products alone, under a large budget and under the smallest
+EXPORT_WEIGHTS_PER_S = 5e6  # drawn, quantized and written, on one core
+START_S = 4.0  # of each process
 _SYSTEM = re.compile(r"[^-]+-[\d.]+")  # of "Linux-6.1.0-18-amd64-x86_64-with-glibc2.36"
 
 
@@ -86,6 +95,40 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 def _escaped(cell: str) -> str:
     return cell.replace("|", "\\|")
+
+
+def describe_duration(config: BenchConfig, rate: float) -> str:
+    """How long it takes, to say before it begins; `rate` is that of products, in FLOP/s."""
+    names = config.model_names or MODELS
+    known = [name for name in names if name in PRESETS]
+    new = [name for name in known if not (Path(config.bundles) / name / MANIFEST).exists()]
+    seconds = sum(sum(_weights(name)) / EXPORT_WEIGHTS_PER_S for name in new)
+    seconds += sum(
+        _seconds(name, length, rate, config.steps)
+        for name in known
+        for length in config.lengths or (TOKENS,)
+    )
+    return (
+        f"measuring {', '.join(names)} with random weights: about {format_seconds(seconds)}; "
+        "Ctrl-C keeps finished rows"
+    )
+
+
+def _seconds(name: str, tokens: int, rate: float, steps: int) -> float:
+    """The time of four trainings: two methods, under two budgets."""
+    layers, head = _weights(name)
+    products = 2.0 * tokens * (LAYERS * layers + HEAD * head)
+    return steps * SLOWER * products / rate + 4 * START_S
+
+
+def _weights(name: str) -> tuple[int, int]:
+    """The weights of a preset's layers, and of its head, about: of its matrices."""
+    preset = PRESETS[name]
+    hidden, heads = preset["hidden_size"], preset["num_attention_heads"]
+    size = preset.get("head_dim", hidden // heads)
+    attention = 2 * hidden * size * (heads + preset["num_key_value_heads"])
+    layer = attention + 3 * hidden * preset["intermediate_size"]
+    return preset["num_hidden_layers"] * layer, preset["vocab_size"] * hidden
 
 
 DOCTOR = Benchmark(

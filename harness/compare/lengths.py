@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.config.compare import EVAL_EVERY, CompareConfig, by_method
-from harness.config.searches import search_of
+from harness.config.compare import EVAL_EVERY, CompareConfig, by_method, search_of
 from runtime.config.methods import METHODS
 from runtime.config.shared import StepConfig
 from runtime.data.rows import count_rows

@@ -14,6 +14,7 @@ from harness.measure.command import ondevice
 from runtime.core.errors import OnDeviceError
 
 PRODUCTS = "float32 products, GFLOP/s"
+USUAL_GFLOPS = 50.0
 SLOW_GFLOPS = 20.0  # the reference BLAS computes 4 on a core, an optimized one 50 and more
 
 
@@ -38,6 +39,12 @@ def verdict(findings: Sequence[Finding]) -> str:
     if missing:
         parts.append(f"optional parts missing: {missing}")
     return ", ".join(parts)
+
+
+def products_flops(findings: Sequence[Finding]) -> float:
+    """The rate of products that was measured, in FLOP/s, or that of a usual machine."""
+    speeds = (finding.facts["speeds"] for finding in findings if "speeds" in finding.facts)
+    return 1e9 * next((known[PRODUCTS] for known in speeds), USUAL_GFLOPS)
 
 
 def computing() -> list[Finding]:

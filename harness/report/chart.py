@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from harness.report.markup import in_markup
+from runtime.core.control_characters import in_markup
 
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 26, 44  # of the plotted area, to the edges

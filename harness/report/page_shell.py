@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from harness.report import chart
-from harness.report.markup import in_markup
+from runtime.core.control_characters import in_markup
 
 
 def _names(colours: Mapping[str, str]) -> str:

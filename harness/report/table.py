@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.report.markup import in_markup
+from runtime.core.control_characters import in_markup
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
-"""The training methods: where the code of each is, and its options.
+"""The training methods and the objectives: where the code of each is, and its options.
 
-Methods are named here, and in the searches of `ondevice compare`. Other code asks METHODS, or the
-module that it names, and does not compare names. Tables and plots show the methods in this order.
-The command line checks options by this table, since the modules themselves import MLX.
+They are named here, and methods in the searches of `ondevice compare`. Other code asks METHODS and
+OBJECTIVES, or the module that these name, and does not compare names. Tables and plots show the
+methods in this order; the first objective is the default. The command line checks options by these
+tables, since the modules themselves import MLX.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -61,3 +63,27 @@ OPTIONS_OF: dict[str, tuple[str, ...]] = {
     for option in _OPTIONS
 }
 """The methods that have an option which not all have."""
+
+
+class Entry(NamedTuple):
+    """The module of an objective, and the end of the sentence "training improves …"."""
+
+    module: str
+    improves: str
+
+
+OBJECTIVES: dict[str, Entry] = {
+    "loss": Entry("runtime.objectives.next_token", "the loss"),
+    "accuracy": Entry(
+        "runtime.objectives.accuracy", "the share of scored tokens that are the most likely"
+    ),
+    "exact": Entry(
+        "runtime.objectives.exact_match",
+        "the share of rows whose scored tokens all are the most likely",
+    ),
+    "labels": Entry(
+        "runtime.objectives.labels",
+        "the share of rows whose answer begins with the most likely of all labels, which are the "
+        "first tokens of the training rows' answers",
+    ),
+}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.base import Check, Config, Group, choice, option, up_to
-from runtime.config.methods import METHODS
-from runtime.config.objectives import OBJECTIVES
+from runtime.config.methods import METHODS, OBJECTIVES
 
 SCALINGS, SCALED = ("parameter-norm", "gradient-norm"), ("variance", "expectation")
 _SEVERAL = {name: method.queries for name, method in METHODS.items() if method.queries > 1}

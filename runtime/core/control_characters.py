@@ -7,6 +7,7 @@ that turn the direction of writing show a text in another order than it has, in 
 from __future__ import annotations
 
 import re
+from html import escape
 
 # C0 but for tab and line feed, DEL and C1; line and paragraph separators; overrides of direction
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -15,3 +16,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2
 def escaped(text: str) -> str:
     """The text with its control characters as JSON writes them, such as \\u001b."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def in_markup(text: str) -> str:
+    """The text as HTML and SVG show it: its markup has no effect there."""
+    return escape(escaped(text))

@@ -6,25 +6,64 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from runtime.bundle.store import Bundle
 from runtime.config.shared import mix_of
 from runtime.config.train import GENERAL, TrainConfig
 from runtime.core.errors import DataError, UsageError
+from runtime.core.units import counted
 from runtime.data.hub import forget, hub_dataset, located
-from runtime.data.mixed import MixedRows
 from runtime.data.report import DataReport
-from runtime.data.rows import Rows
+from runtime.data.rows import Lengths, Positions, Rows, Tokens, order
 from runtime.data.source import TokenSource, bucket_to_pack, reading_of, split_file
 
 TOKENS = ("train.tokens", "valid.tokens")
 MIX, ALSO = "mix.tokens", "also-{}.tokens"
 _FURTHER = re.compile(r"mix\.tokens|also-[0-9]+\.tokens")
+DRAW = -1  # in place of an epoch's number, of rows that are added
 GENERAL_TEXT = Path(__file__).with_name("general.txt")
 
 
 def is_tokens(name: str) -> bool:
     """Whether a file of this name in a run's folder holds its tokens."""
     return name in TOKENS or _FURTHER.fullmatch(name) is not None
+
+
+class MixedRows:
+    """The own rows, then some of the others: `share` times as many, drawn by the seed.
+
+    At least one is drawn, and each at most once. `mixed` is the report of the others.
+    """
+
+    def __init__(self, own: Rows, others: Rows, share: float, seed: int) -> None:
+        self._own, self._others = own, others
+        self.wanted = max(1, round(share * len(own)))
+        self._drawn = order(seed, DRAW, len(others))[: self.wanted]
+        self.report: DataReport | None = own.report
+        self.mixed: DataReport | None = others.report
+
+    def __len__(self) -> int:
+        return len(self._own) + len(self._drawn)
+
+    @property
+    def lengths(self) -> Lengths:
+        return np.concatenate([self._own.lengths, self._others.lengths[self._drawn]])
+
+    def row(self, index: int) -> tuple[Tokens, Positions]:
+        """Row `index`, see Rows. Raises IndexError if there is no such row."""
+        at = index - len(self._own)
+        return self._own.row(index) if at < 0 else self._others.row(int(self._drawn[at]))
+
+    def describe(self, data: str) -> str:
+        """What was added, in one line."""
+        count, few = len(self._drawn), ""
+        if count < self.wanted:
+            few = f" ({self.wanted} were asked for)"
+        return (
+            f"{counted(count, 'row')} of the {len(self._others)} in {data} "
+            f"{'is' if count == 1 else 'are'} added to {counted(len(self._own), 'row')}{few}"
+        )
 
 
 @dataclass(frozen=True)

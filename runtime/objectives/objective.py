@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.values import Loras
-from runtime.config.objectives import OBJECTIVES
+from runtime.config.methods import OBJECTIVES
 from runtime.core.errors import UsageError
 from runtime.engine.model import Model
 from runtime.engine.sample import NumberedRows, Sample

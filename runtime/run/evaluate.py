@@ -14,6 +14,7 @@ import numpy as np
 from runtime.config.evaluate import EvalConfig
 from runtime.core.errors import InterruptedRunError
 from runtime.core.notes import warning
+from runtime.core.signals import Stop, cause
 from runtime.data.rows import RandomRows, Rows
 from runtime.data.source import TokenSource, reading_of
 from runtime.engine.model import Model
@@ -39,7 +40,6 @@ from runtime.run.budget import (
 from runtime.run.lora import to_apply
 from runtime.run.results import Evaluation, EvaluationResult, Events, LabelShare
 from runtime.run.session import Session, open_checked, open_session
-from runtime.run.signals import Stop, cause
 from runtime.run.team import ADAPTER, Team, adapter_files, team_of
 
 

@@ -26,6 +26,7 @@ from runtime.core.errors import (
     WorkerError,
 )
 from runtime.core.notes import Note, warning
+from runtime.core.signals import Stop, catching_signals, cause
 from runtime.methods.log import descent_in, update_of
 from runtime.methods.zeroth.log_header import Header
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
@@ -33,7 +34,6 @@ from runtime.parallel.fleet import REFUSED, Description, Guest, Task
 from runtime.parallel.launch import host_name
 from runtime.run.budget import check_budget
 from runtime.run.folder import RunFolder
-from runtime.run.signals import Stop, catching_signals, cause
 from runtime.run.start import remove_refused
 from runtime.run.team import WORKERS, Team, of_bundle, require_same, versions
 from runtime.run.trainer import Trainer

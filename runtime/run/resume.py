@@ -30,11 +30,10 @@ from runtime.run.folder import (
     RunFolder,
     read_json,
 )
-from runtime.run.learning_rate import learning_rate
-from runtime.run.length import settled
 from runtime.run.lora import to_resume
 from runtime.run.opened import announce, machine_of_run, progress_of, state_of, weights_of
 from runtime.run.results import Events, TrainResult
+from runtime.run.schedule import learning_rate, settled
 from runtime.run.session import open_checked, open_session
 from runtime.run.team import Team, team_of
 from runtime.run.trackers import reporting
@@ -166,14 +165,7 @@ def _say_ended(trainer: Trainer, before: TrainConfig, events: Events) -> None:
 def _say_rates(before: TrainConfig, config: TrainConfig, done: int, events: Events) -> None:
     """Note that the next step's learning rate is no longer that of the configuration before."""
     rate_before, rate = (
-        learning_rate(
-            options.highest_rate,
-            options.lr_schedule,
-            options.warmup_steps,
-            options.all_steps,
-            min(done, options.all_steps),
-        )
-        for options in (before, config)
+        learning_rate(options, min(done, options.all_steps)) for options in (before, config)
     )
     if rate_before != rate:
         events.note(

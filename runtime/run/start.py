@@ -14,8 +14,7 @@ from runtime.config.shared import StepConfig, mix_of
 from runtime.config.train import GENERAL, NO_DATA, PlanConfig, TrainConfig
 from runtime.core.errors import UsageError
 from runtime.core.notes import Note, silent, warning
-from runtime.data.mixed import MixedRows
-from runtime.data.run_rows import absolute, open_run_rows, with_length
+from runtime.data.run_rows import MixedRows, absolute, open_run_rows, with_length
 from runtime.data.samples import Samples
 from runtime.machine.compute_dtype import choose
 from runtime.machine.footprint import Meter
@@ -30,10 +29,10 @@ from runtime.run.folder import (
     PLAN,
     RunFolder,
 )
-from runtime.run.length import settled
 from runtime.run.lora import to_train
 from runtime.run.opened import announce, first_state, machine_of_run, weights_of
 from runtime.run.results import Events, TrainResult
+from runtime.run.schedule import settled
 from runtime.run.session import open_checked, open_session
 from runtime.run.team import Team, team_of
 from runtime.run.traced_graphs import with_graphs

@@ -21,6 +21,7 @@ import numpy as np
 
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError, DivergedError, InterruptedRunError, WorkerError
+from runtime.core.signals import Stop, catching_signals, cause
 from runtime.data.rows import Rows
 from runtime.data.run_rows import RunRows
 from runtime.data.samples import Samples
@@ -33,8 +34,6 @@ from runtime.parallel.workers import AGREE_STEPS
 from runtime.run.budget import passed_budget
 from runtime.run.evaluate import evaluate_rows
 from runtime.run.folder import EVALUATIONS, OTHER_EVALUATIONS, SPEEDS, SUMMARY, RunFolder
-from runtime.run.learning_rate import learning_rate
-from runtime.run.length import epochs_of
 from runtime.run.results import (
     Best,
     Evaluation,
@@ -47,8 +46,8 @@ from runtime.run.results import (
     no_better_since,
     read_steps,
 )
+from runtime.run.schedule import epochs_of, learning_rate
 from runtime.run.session import Session
-from runtime.run.signals import Stop, catching_signals, cause
 from runtime.run.team import Team
 from runtime.storage.saves import SLOTS
 
@@ -323,15 +322,8 @@ class Trainer:
     def _step(self) -> tuple[Step, list[Any] | None]:
         """Train one step; returns it, and its line of the trajectory."""
         start = time.perf_counter()
-        config = self.config
         parts = self.parts()
-        rate = learning_rate(
-            config.highest_rate,
-            config.lr_schedule,
-            config.warmup_steps,
-            config.all_steps,
-            self.done,
-        )
+        rate = learning_rate(self.config, self.done)
         workers, exchange = self.team.workers, self.team.workers.exchange
         passes, sent_bytes, waited_s = workers.passes, exchange.sent_bytes, exchange.waited_s
         self._in_step = True

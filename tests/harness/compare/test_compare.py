@@ -26,8 +26,7 @@ from harness.compare.lengths import step_limit
 from harness.compare.notes import notes
 from harness.compare.report import tables, to_text
 from harness.compare.trials import Finding, Trial, Tried, grid
-from harness.config.compare import CompareConfig, by_method
-from harness.config.searches import search_of
+from harness.config.compare import CompareConfig, by_method, search_of
 from harness.measure import command, process
 from harness.measure.training import measure_training
 from harness.report.curve import read_curve

@@ -13,11 +13,10 @@ import pytest
 from support.runs import here
 
 from harness.bench.bench import find
-from harness.bench.doctor import MODELS, markdown
+from harness.bench.doctor import MODELS, describe_duration, markdown
 from harness.config.bench import BenchConfig
 from harness.doctor import doctor, machine, packages
-from harness.doctor.doctor import PRODUCTS, computing, verdict
-from harness.doctor.duration import describe_duration
+from harness.doctor.doctor import PRODUCTS, computing, products_flops, verdict
 from harness.doctor.finding import Finding, Status
 from harness.doctor.packages import EXTRAS, fits, name_of
 from runtime.core.errors import OnDeviceError
@@ -214,7 +213,8 @@ def test_the_time_is_estimated_from_the_rate() -> None:
     config = BenchConfig(name="doctor", steps=2)
     slow, fast = (
         describe_duration(
-            config, [Finding("BLAS", Status.OK, "", "", {"speeds": {PRODUCTS: rate}})]
+            config,
+            products_flops([Finding("BLAS", Status.OK, "", "", {"speeds": {PRODUCTS: rate}})]),
         )
         for rate in (4.0, 400.0)
     )

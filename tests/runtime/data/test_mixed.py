@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from runtime.data.mixed import MixedRows
 from runtime.data.rows import RandomRows
+from runtime.data.run_rows import MixedRows
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support.models import adapters_of, mebp, model_of, rows_of
 from support.pair_loss import PairLoss, pair_loss, pair_slope
 
 from runtime.bundle.store import Bundle
-from runtime.config.objectives import OBJECTIVES, Entry
+from runtime.config.methods import OBJECTIVES, Entry
 from runtime.core.errors import UsageError
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters

@@ -15,7 +15,7 @@ from support.bundles import Rng, Tiny
 from support.models import adapters_of, model_of, scored_logits
 from support.runs import adapter, here, metrics_of, succeeds, train_arguments
 
-from runtime.config.objectives import OBJECTIVES
+from runtime.config.methods import OBJECTIVES
 from runtime.core.errors import DataError
 from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Row, Sample

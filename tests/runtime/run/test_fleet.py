@@ -23,13 +23,13 @@ from support.shared import Shared
 from runtime.bundle.store import open_bundle
 from runtime.config.train import TrainConfig
 from runtime.core.errors import OnDeviceError, UsageError
+from runtime.core.signals import Stop
 from runtime.methods.adapters import Adapters
 from runtime.parallel import fleet, shared_folder
 from runtime.parallel.fleet import Guest
 from runtime.run import resume, start
 from runtime.run.join import Helper, helper_of
 from runtime.run.results import Events, Step, TrainResult
-from runtime.run.signals import Stop
 
 STEPS = 26
 OPTIONS: dict[str, Any] = {

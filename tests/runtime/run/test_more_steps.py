@@ -26,7 +26,8 @@ from support.runs import (
 from support.shared import Shared
 
 from export.bundle import export_bundle
-from runtime.run.learning_rate import learning_rate
+from runtime.config.train import TrainConfig
+from runtime.run.schedule import learning_rate
 
 FIRST, ALL = 6, 10
 SETTINGS = {
@@ -82,10 +83,13 @@ def test_a_falling_learning_rate_goes_on_as_over_all_steps(
     source = trained(shared, bundle, FIRST, "mebp", lr_schedule=schedule)
     run = Path(shutil.copytree(source, tmp_path / "run"))
     done = succeeds("train", "--resume", run, "--steps", ALL)
-    expected = [
-        learning_rate(1e-2, schedule, 0, FIRST if step < FIRST else ALL, step)
-        for step in range(ALL)
-    ]
+    first, more = (
+        TrainConfig(
+            bundle="b", data="d", learning_rate=1e-2, lr_schedule=schedule, warmup_steps=0, steps=n
+        )
+        for n in (FIRST, ALL)
+    )
+    expected = [learning_rate(first if step < FIRST else more, step) for step in range(ALL)]
     assert [one["learning_rate"] for one in metrics_of(run)] == expected
     said = f"the learning-rate schedule is now over {ALL} steps: the next step's rate is "
     assert f"{said}{expected[FIRST]:.3g}, over {FIRST} steps it would be 0" in done.stderr

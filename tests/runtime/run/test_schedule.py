@@ -6,13 +6,13 @@ from typing import Any, cast
 
 import pytest
 
-from harness.config.searches import search_of
+from harness.config.compare import search_of
 from runtime.config.methods import METHODS
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
 from runtime.core.notes import silent
 from runtime.data.samples import Samples
-from runtime.run.length import epochs_of, settled
+from runtime.run.schedule import epochs_of, settled
 
 
 def of(count: int) -> Samples:

@@ -1,4 +1,4 @@
-"""The length of a run: the steps that its epochs are, and the epochs that its steps are."""
+"""The length of a run, in steps and in epochs, and the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -66,3 +66,16 @@ def _of(epochs: float, config: TrainConfig, samples: Samples) -> str:
     number = f"{epochs:.3g}" if epochs < 1000 else f"{epochs:,.0f}"
     kind = "packed sequence" if config.pack else "row"
     return f"{number} epoch{'s' * (number != '1')} of {counted(len(samples), kind)}"
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The rate of step `step` (0-based): a linear warm-up, then the schedule to 0."""
+    peak, warmup_steps = config.highest_rate, config.warmup_steps
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(1, config.all_steps - warmup_steps)
+    if config.lr_schedule == "linear":
+        return peak * (1 - done)
+    if config.lr_schedule == "cosine":
+        return peak * 0.5 * (1 + math.cos(math.pi * done))
+    return peak
