@@ -18,7 +18,7 @@ from harness.config.bench import BenchConfig
 from harness.doctor import doctor, machine, packages
 from harness.doctor.doctor import PRODUCTS, computing, products_flops, verdict
 from harness.doctor.finding import Finding, Status
-from harness.doctor.packages import EXTRAS, fits, name_of
+from harness.doctor.packages import EXTRAS
 from runtime.core.errors import OnDeviceError
 
 ROOT = Path(__file__).parents[3]
@@ -112,29 +112,10 @@ def test_the_cache_folder_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert (found.facts["models"], found.facts["bytes"]) == (1, 1000)
 
 
-@pytest.mark.parametrize(
-    ("version", "requirement", "right"),
-    [
-        ("0.32.4", "mlx>=0.32.4,<0.33", True),
-        ("0.32.4", "mlx<0.33,>=0.32.5", False),
-        ("0.33", "mlx<0.33,>=0.32.4", False),
-        ("0.33.0.dev1", "mlx<0.33", False),
-        ("2", "numpy>=2.0,<3", True),
-        ("2.13.0+cpu", "torch==2.13.0", True),
-        ("2.12", "torch==2.13.0; extra == 'bench'", False),
-        ("1.0", "anything", True),
-    ],
-)
-def test_versions_are_compared_with_ranges(version: str, requirement: str, right: bool) -> None:
-    assert fits(version, requirement) is right
-
-
 def test_every_extra_and_package_of_the_project_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {*project["optional-dependencies"]} == {*EXTRAS}
     assert project["name"] == packages.DISTRIBUTION
-    names = [name_of(one) for one in project["dependencies"]]
-    assert "mlx-lm" in names and "huggingface_hub" in names
     wanted = [
         *project["dependencies"],
         "no-such-package>=1",
@@ -143,13 +124,14 @@ def test_every_extra_and_package_of_the_project_is_known(monkeypatch: pytest.Mon
         "no-such-tool>=2; extra == 'wandb'",
     ]
     monkeypatch.setattr(metadata, "requires", lambda name: wanted)
-    required, extra = packages.packages()
+    required, *extras = packages.packages()
+    extra = {one.name: one for one in extras}["extra wandb"]
     assert required.status is Status.BROKEN
     version = metadata.version("numpy")
     assert required.text == (
         f"no-such-package is not installed, numpy {version} is installed, <1 is needed"
     )
-    assert (extra.name, extra.status) == ("extra wandb", Status.MISSING)
+    assert extra.status is Status.MISSING
     assert extra.way == "if you want it: pip install 'ondevice-tune[wandb]'"
     with monkeypatch.context() as patch:
 
