@@ -12,63 +12,42 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from runtime.core.version import __version__
+from runtime.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from export.config.export import ExportConfig
-    from export.config.fuse import AdapterConfig, FuseConfig
-    from ondevice import errors
-    from ondevice.api.bundles import ExportResult, export_bundle, open_bundle
-    from ondevice.api.conversation import Conversation, chat
-    from ondevice.api.converting import AdapterResult, adapter
-    from ondevice.api.fusing import FuseResult, fuse
-    from ondevice.api.process import prepare
-    from ondevice.api.training import plan, resume, train
-    from ondevice.api.use import compare_with_source, evaluate, generate
-    from runtime.bundle.manifest import Quality
-    from runtime.bundle.store import Bundle
-    from runtime.config.evaluate import EvalConfig
-    from runtime.config.generate import ChatConfig, GenerateConfig
-    from runtime.config.train import PlanConfig, TrainConfig
-    from runtime.plan.plan import Plan
-    from runtime.run.results import Evaluation, EvaluationResult, Generation, Step, TrainResult
-
-__all__ = [
-    "AdapterConfig",
-    "AdapterResult",
-    "Bundle",
-    "ChatConfig",
-    "Conversation",
-    "EvalConfig",
-    "Evaluation",
-    "EvaluationResult",
-    "ExportConfig",
-    "ExportResult",
-    "FuseConfig",
-    "FuseResult",
-    "GenerateConfig",
-    "Generation",
-    "Plan",
-    "PlanConfig",
-    "Quality",
-    "Step",
-    "TrainConfig",
-    "TrainResult",
-    "__version__",
-    "adapter",
-    "chat",
-    "compare_with_source",
-    "errors",
-    "evaluate",
-    "export_bundle",
-    "fuse",
-    "generate",
-    "open_bundle",
-    "plan",
-    "prepare",
-    "resume",
-    "train",
-]
+    from export.config.export import ExportConfig as ExportConfig
+    from export.config.fuse import AdapterConfig as AdapterConfig
+    from export.config.fuse import FuseConfig as FuseConfig
+    from ondevice import errors as errors
+    from ondevice.api.bundles import ExportResult as ExportResult
+    from ondevice.api.bundles import export_bundle as export_bundle
+    from ondevice.api.bundles import open_bundle as open_bundle
+    from ondevice.api.conversation import Conversation as Conversation
+    from ondevice.api.conversation import chat as chat
+    from ondevice.api.converting import AdapterResult as AdapterResult
+    from ondevice.api.converting import adapter as adapter
+    from ondevice.api.fusing import FuseResult as FuseResult
+    from ondevice.api.fusing import fuse as fuse
+    from ondevice.api.process import prepare as prepare
+    from ondevice.api.training import plan as plan
+    from ondevice.api.training import resume as resume
+    from ondevice.api.training import train as train
+    from ondevice.api.use import compare_with_source as compare_with_source
+    from ondevice.api.use import evaluate as evaluate
+    from ondevice.api.use import generate as generate
+    from runtime.bundle.manifest import Quality as Quality
+    from runtime.bundle.store import Bundle as Bundle
+    from runtime.config.evaluate import EvalConfig as EvalConfig
+    from runtime.config.generate import ChatConfig as ChatConfig
+    from runtime.config.generate import GenerateConfig as GenerateConfig
+    from runtime.config.train import PlanConfig as PlanConfig
+    from runtime.config.train import TrainConfig as TrainConfig
+    from runtime.plan.plan import Plan as Plan
+    from runtime.run.results import Evaluation as Evaluation
+    from runtime.run.results import EvaluationResult as EvaluationResult
+    from runtime.run.results import Generation as Generation
+    from runtime.run.results import Step as Step
+    from runtime.run.results import TrainResult as TrainResult
 
 _MODULES = {
     "ondevice.api.bundles": ("ExportResult", "export_bundle", "open_bundle"),
@@ -95,6 +74,7 @@ _MODULES = {
     ),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = sorted(["__version__", "errors", *_PLACES])
 
 
 def __getattr__(name: str) -> Any:

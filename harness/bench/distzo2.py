@@ -29,6 +29,7 @@ from harness.bench.simulation import (
     zeroth_order_s,
 )
 from harness.bench.slices import RANKS, measure
+from harness.bench.zo2_ablation import STEPS_PROCESS
 from harness.measure.command import flag, mpirun, ondevice
 from harness.measure.other_load import other_load
 from harness.measure.repeats import (
@@ -48,7 +49,6 @@ from runtime.machine.backend import describe
 BATCHES = (2, 4, 8)  # rows of a step; DistZO2's are 2, 4, 6 and 8, of 2,048 tokens
 PARTS_OF = (1, 4)  # rows of the steps whose parts are measured
 UPDATE = ("noise", "update", "optimizer")  # owners of a profile that do not depend on the rows
-PARTS_PROCESS = "harness.bench.parts_process"
 ONE_THREAD = ("env", "OPENBLAS_NUM_THREADS=1")
 
 
@@ -189,11 +189,12 @@ def _times(bench: Bench, bundle: Path, length: int, method: str, budget: str) ->
     points = Assumptions().points if method == FORWARD_ONLY else 1
     given = {"method": method, "max_seq_length": length, "steps": bench.config.steps}
     given |= {"budget": bench.budget(bundle, length, Variant(method, "budget", budget))}
+    given |= {"without": "budget", "profile": True, "scratch": bench.runs}
     measured: list[dict[str, Any]] = []
     for rows in PARTS_OF:
         bench.note(f"{method}, {rows} rows: the parts of a step")
         flags = [flag(name, value) for name, value in {**given, "batch_size": rows}.items()]
-        words = ondevice(str(bundle), *flags, module=PARTS_PROCESS, launcher=ONE_THREAD)
+        words = ondevice(str(bundle), *flags, module=STEPS_PROCESS, launcher=ONE_THREAD)
         measured.append(json.loads(words))
     few, many = (_parts(each["blocks"]) for each in measured)
 

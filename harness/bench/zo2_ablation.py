@@ -3,7 +3,7 @@
 `zo2-ablation` trains adapters, `zo2-full` all parameters, as ZO2 does, and compares with MeZO whose
 weights are all in memory.
 
-Every variant is a process of `harness.bench.ablation_process`; their order alternates. The gain
+Every variant is a process of `harness.bench.steps_process`; their order alternates. The gain
 from reading ahead depends on where the weights file is, so it is measured with the file in the
 system's cache, and with its pages dropped before each step.
 """
@@ -43,6 +43,7 @@ from harness.measure.repeats import (
 )
 from harness.report.table import Table
 
+STEPS_PROCESS = "harness.bench.steps_process"
 VARIANTS = {  # name: the feature that is off, whether the file is cold, the variant to compare to
     "full": ("nothing", False, "full"),
     "without prefetch": ("prefetch", False, "full"),
@@ -84,7 +85,7 @@ def _process(
 def measure_ablation(
     bench: Bench, bundle: Path, length: int, variant: Variant, without: str, cold: bool
 ) -> Process:
-    """Measurements of a process of `harness.bench.ablation_process`, its plan and its machine."""
+    """Measurements of a process of `harness.bench.steps_process`, its plan and its machine."""
     settings = {
         "method": variant.method,
         "without": without,
@@ -95,9 +96,7 @@ def measure_ablation(
         "scratch": bench.runs,
     }
     flags = [flag(name, value) for name, value in settings.items()] + ["--cold"] * cold
-    process: Process = json.loads(
-        ondevice(str(bundle), *flags, module="harness.bench.ablation_process")
-    )
+    process: Process = json.loads(ondevice(str(bundle), *flags, module=STEPS_PROCESS))
     return process
 
 

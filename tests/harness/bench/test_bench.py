@@ -393,7 +393,7 @@ def test_zo2_full(bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_all_in_memory_needs_a_bundle_of_all_parameters(bundles: Path, tmp_path: Path) -> None:
     bundle_of(bundles, MODEL, (16,), print)
-    command = [sys.executable, "-m", "harness.bench.ablation_process", str(bundles / MODEL)]
+    command = [sys.executable, "-m", "harness.bench.steps_process", str(bundles / MODEL)]
     done = subprocess.run(
         [*command, "--without=disk", "--max-seq-length=16", f"--scratch={tmp_path}"],
         capture_output=True, text=True,
@@ -406,7 +406,7 @@ def test_features_that_a_method_does_not_have(bundles: Path, tmp_path: Path, fea
     bundle = bundle_of(bundles, MODEL, (16,), print)
     words = ["--method=mebp", "--max-seq-length=16", f"--without={feature}"]
     words += [f"--scratch={tmp_path}"]
-    command = [sys.executable, "-m", "harness.bench.ablation_process", str(bundle), *words]
+    command = [sys.executable, "-m", "harness.bench.steps_process", str(bundle), *words]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "mebp has no such feature" in done.stderr
 

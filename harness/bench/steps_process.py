@@ -1,6 +1,6 @@
-"""Training without one feature: a process of `zo2-ablation`, `zo2-full` and `machine`.
+"""Steps outside of a run, without one feature: of `zo2-ablation`, `zo2-full`, `machine`, `distzo2`.
 
-`python -m harness.bench.ablation_process BUNDLE --without FEATURE`, where FEATURE is
+`python -m harness.bench.steps_process BUNDLE --without FEATURE`, where FEATURE is
 
     prefetch         reading the next block while one computes
     single-read      reading and dequantizing a block once for all forward passes of a step
@@ -12,8 +12,10 @@
 or `nothing`. Methods that run backward have neither of `single-read` and `deferred-update`.
 A bundle that was exported with `--trainable full` is trained in full, any other by adapters; `disk`
 is for the former. With `--cold` the pages of the weights' files are dropped from the system's cache
-before each step. Invariant: but for `disk`, which rounds differently, no feature changes the
-computation, so the losses are the same without any of them.
+before each step. With `--profile` the JSON has the seconds of each part, block by block, of all
+steps but the first: on a CPU those that the process computes, which other programs do not lengthen;
+with a BLAS of one thread these are the seconds of an idle machine. Invariant: but for `disk`, which
+rounds differently, no feature changes the computation, so the losses are the same without any.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import tempfile
 import time
@@ -39,6 +42,8 @@ prepare(keep_heap="buffer-reuse" not in sys.argv)
 
 from harness.measure.page_cache import cached_share, drop  # noqa: E402
 from harness.measure.provenance import repository_only  # noqa: E402
+from runtime.arrays.profile import Profile  # noqa: E402
+from runtime.bundle.manifest import Manifest  # noqa: E402
 from runtime.bundle.store import Bundle, open_bundle  # noqa: E402
 from runtime.config.methods import METHODS  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
@@ -69,14 +74,19 @@ RATE = 1e-7  # of all parameters; the default is for adapters
 LEFT_CACHED = 0.05  # the largest share of a dropped file that may stay cached
 
 
-def ablate(config: TrainConfig, without: str, cold: bool, scratch: Path) -> dict[str, Any]:
+def steps(
+    config: TrainConfig, without: str, cold: bool, profiled: bool, scratch: Path
+) -> dict[str, Any]:
     """Train as configured: the time of each step, the peaks, the losses, and the cached share."""
     with Meter(budget_bytes=config.budget_bytes) as meter:
         config, bundle = to_train(config, open_checked(config.bundle))
         machine = training_machine(config, bundle)
         plan = plan_training(config, bundle, machine)
         manifest = bundle.manifest
-        step, release = _method(config, bundle, plan, without, scratch)
+        step, release, profile = _method(config, bundle, plan, without, scratch)
+        if profiled and manifest.device == "cpu":
+            profile.clock = time.process_time
+        profile.on = profiled
         length = config.max_seq_length or manifest.usual_bucket
         rows = RandomRows(config.seed, manifest.vocab_size, length, RANDOM_ROWS)
         samples = Samples.of(config, manifest, rows)
@@ -89,8 +99,12 @@ def ablate(config: TrainConfig, without: str, cold: bool, scratch: Path) -> dict
                     _drop(path)
             if cold or number == 0:
                 cached.append(cached_share(bundle.weights_path))
+            if number == 1:
+                profile.clear()
+            first = number * config.batch_size
+            batch = [samples.at(first + row) for row in range(config.batch_size)]
             start = time.perf_counter()
-            loss = step(number, samples.at(number))
+            loss = step(number, batch)
             step_s.append(time.perf_counter() - start)
             losses.append(loss.loss_sum / loss.scored_tokens)
             if without not in ("budget", "disk"):
@@ -105,13 +119,20 @@ def ablate(config: TrainConfig, without: str, cold: bool, scratch: Path) -> dict
         "budget_bytes": plan.budget_bytes,
         "plan": plan.to_json(),
         "machine_value": msgspec.to_builtins(machine),
+        **(_parts(profile, config.all_steps - 1, manifest) if profiled else {}),
     }
+
+
+def _parts(profile: Profile, steps: int, manifest: Manifest) -> dict[str, Any]:
+    adapted = sum(math.prod(shape) for shape in Adapters.shapes(manifest).values())
+    layers = {"layers": len(manifest.layers), "adapter_parameters": adapted}
+    return {**profile.to_json(steps), **layers}
 
 
 def _method(
     config: TrainConfig, bundle: Bundle, plan: Plan, without: str, scratch: Path
-) -> tuple[Callable[[int, Sample], StepLoss], Callable[[], None]]:
-    """How a step is taken, and how the mapped pages of the weights are released."""
+) -> tuple[Callable[[int, list[Sample]], StepLoss], Callable[[], None], Profile]:
+    """How a step is taken, how the mapped pages of the weights are released, and the profile."""
     manifest = bundle.manifest
     prefetch = plan.prefetch and without != "prefetch"
     planned = replace(plan, prefetch=prefetch)
@@ -130,11 +151,15 @@ def _method(
                 )
 
             memory = MemoryWeights(bundle, all_weights(bundle))
-            models = open_session(bundle, planned, memory).model
+            session = open_session(bundle, planned, memory)
             noise = RowNoise(config.seed, config.noise_kind)
-            published = InMemoryMeZO(memory, models, adapters, noise, config.epsilon)
+            published = InMemoryMeZO(memory, session.model, adapters, noise, config.epsilon)
             rate = config.highest_rate
-            return lambda number, sample: published.step(number, rate, [sample]), lambda: None
+            return (
+                lambda number, batch: published.step(number, rate, batch),
+                lambda: None,
+                session.profile,
+            )
         weights = open_weights(config, bundle, scratch, 0, prefetch)
     elif without == "disk":
         raise UsageError("--without disk: the adapters of this bundle are in memory anyway")
@@ -159,8 +184,9 @@ def _method(
             session.weights.release(block)
 
     return (
-        lambda number, sample: running.step(number, config.highest_rate, [[sample]]).loss,
+        lambda number, batch: running.step(number, config.highest_rate, [batch]).loss,
         release,
+        session.profile,
     )
 
 
@@ -175,7 +201,7 @@ def _drop(path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Print the figures as JSON, and errors as the command line does."""
     parser = argparse.ArgumentParser(
-        prog="python -m harness.bench.ablation_process",
+        prog="python -m harness.bench.steps_process",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -187,6 +213,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--method", choices=tuple(METHODS), default="mezo")
     parser.add_argument("--without", choices=("nothing", *FEATURES), default="nothing")
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     given = parser.parse_args(argv)
     try:
@@ -209,12 +237,13 @@ def _measure(given: argparse.Namespace) -> dict[str, Any]:
         steps=given.steps,
         budget=given.budget,
         max_seq_length=given.max_seq_length,
+        batch_size=given.batch_size,
         data=f"random:{given.seed}",
         seed=given.seed,
         **rate,
     )
     with tempfile.TemporaryDirectory(dir=given.scratch) as scratch:
-        return ablate(config, given.without, given.cold, Path(scratch))
+        return steps(config, given.without, given.cold, given.profile, Path(scratch))
 
 
 if __name__ == "__main__":
