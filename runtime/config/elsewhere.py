@@ -118,231 +118,195 @@ VALUES_ELSEWHERE = {
 }
 """Our value of a flag for each of another tool."""
 
-_BUNDLE = (
-    "a bundle is given without a flag, behind the command; a checkpoint becomes one by: "
-    "ondevice export MODEL -o BUNDLE"
-)
-_QUANTIZED = "weights are quantized once: ondevice export MODEL -o BUNDLE --bits 4 (or 8, 16)"
-_MEMORY = "activations are recomputed where the budget asks for it (--budget); leave it out"
-_PRECISION = (
-    "sums are computed in float32, whatever the bundle stores; leave it out, or give "
-    "--compute-dtype bfloat16 for products of rounded factors, where the processor has them"
-)
-_ONE_DEVICE = "training uses one process on one device; leave it out"
-_LINES = "every ten steps a line is printed, and all are in the run's metrics.jsonl; leave it out"
 _DORA = (
-    "DoRA is not supported: it divides every output by the norm of a row of the merged weight "
-    "W + s BA, which takes another pass over the dequantized weights after each update, and trains "
+    "DoRA is not supported: it divides every output by the norm of a row of the merged weight W + "
+    "s BA, which takes another pass over the dequantized weights after each update, and trains "
     "one more tensor for each matrix; no operation of a bundle does this. Use LoRA, with --rslora "
     "where the rank is high"
 )
-_PENALTY = (
-    "tokens are drawn without penalties for repetition; --temperature, --top-k, --top-p and "
-    "--min-p say how evenly"
-)
-_FILTERS = "--temperature, --top-k, --top-p and --min-p say how tokens are drawn; leave it out"
-_CACHE = "keys and values of earlier tokens are kept in float32, within --budget; leave it out"
-_ONE_MODEL = "one model computes each token; leave it out"
-_NAMED = "a run is named by its folder (--output); leave it out"
-_BETAS = "AdamW's betas are 0.9 and 0.999, its epsilon is 1e-8; leave it out"
-_WHEN = "it is counted in steps: --save-every and --eval-every, 0 for never"
-_TEMPLATE = (
-    "conversations are written by the chat template of the bundle's tokenizer, and generate "
-    "--chat and chat use it too; for another, put it into the checkpoint's tokenizer and export "
-    "again"
-)
-_SCALE = "adapters are scaled by alpha / rank: give --lora-alpha, the scale times --lora-rank"
-_ATTENTION = "attention never holds the scores of all tokens, whatever the option; leave it out"
-_COMPILED = "graphs are traced at export, and logits are never held whole; leave it out"
-_ROWS = (
-    "rows are tokenized once, come in an order that --seed decides, and are padded to the "
-    "bundle's lengths; leave it out"
-)
-_ALIKE = "all adapters of a run have one rank and alpha, and begin at no change; leave it out"
-_CAUSAL = "what is trained predicts the next token of its answers (--loss-on); leave it out"
-_PLAIN = "the loss is the plain cross entropy, without noise or smoothing; leave it out"
-_WRITTEN = "the file is written tensor by tensor, within --budget; leave it out"
-_PLACED = "where it computes is --device, and how much memory it takes is --budget; leave it out"
-_THREADS = "the environment sets threads: OPENBLAS_NUM_THREADS=2 ondevice ..."
-_MAPPED = "weights are mapped, and read where they are needed; leave it out"
-_FEWER = "give a file with fewer rows, such as: head -n 1000 data.jsonl > fewer.jsonl"
-_ENDING = (
-    "an answer ends at the end tokens of the tokenizer and its chat template, or after --max-tokens"
-)
-_TRACKED = "there are --report-to tensorboard and wandb, and the run's metrics.jsonl for any other"
-_STATE = (
-    "the state of adamw lies on the disk, so smaller states of other optimizers would save no "
-    "memory"
-)
-_QUANTIZED_FILE = (
-    "a fused file holds floats (--dtype float16), of which llama.cpp's llama-quantize makes this"
-)
 _KINDS = (
-    "there are LoRA, with --rslora, prefixes (--trainable prefix), and all parameters with methods "
-    "that see losses only (--trainable full --method mezo)"
+    "there are LoRA, with --rslora, prefixes (--trainable prefix), and all parameters with "
+    "methods that see losses only (--trainable full --method mezo)"
 )
-
 _NO_PAIRS = (
     "training on pairs of a chosen and a rejected answer (DPO and the like) is not supported; "
     "`ondevice train` learns from the chosen answers alone, as prompt and completion"
 )
 
-COMMAND_ADVICE = {
-    **dict.fromkeys(("dpo", "orpo", "kto", "grpo", "ppo", "rlhf"), _NO_PAIRS),
-    "serve": "nothing is served over the network; `ondevice chat` answers line by line, and "
-    "`ondevice fuse --format gguf` writes a file for servers such as llama-server",
-    "push": "nothing is sent anywhere; the run's folder can be uploaded",
-}
-"""Commands of other tools that have no counterpart, and the way to the same end."""
-
-ADVICE = {  # flags with no counterpart: the way to the same end
-    **dict.fromkeys(("--dora", "--use-dora"), _DORA),
-    **dict.fromkeys(("--use-adalora", "--use-ia3", "--pissa", "--galore", "--vera"), _KINDS),
-    **dict.fromkeys(("--scale", "--lora-scale", "--lora-scaled"), _SCALE),
-    **dict.fromkeys(
-        (
-            *("--init-lora-weights", "--rank-pattern", "--alpha-pattern", "--layers-pattern"),
-            *("--layer-replication", "--fan-in-fan-out", "--bias", "--loraplus-lr-ratio"),
-        ),
-        _ALIKE,
+_ADVICE = {  # the way to the same end: flags that have no counterpart
+    "--dora --use-dora": _DORA,
+    "--use-adalora --use-ia3 --pissa --galore --vera": _KINDS,
+    "--scale --lora-scale --lora-scaled": (
+        "adapters are scaled by alpha / rank: give --lora-alpha, the scale times --lora-rank"
+    ),
+    "--init-lora-weights --rank-pattern --alpha-pattern --layers-pattern --layer-replication "
+    "--fan-in-fan-out --bias --loraplus-lr-ratio": (
+        "all adapters of a run have one rank and alpha, and begin at no change; leave it out"
     ),
     "--beta": _NO_PAIRS,
-    **dict.fromkeys(("--adam-beta1", "--adam-beta2", "--adam-epsilon", "--betas"), _BETAS),
-    **dict.fromkeys(
-        ("--neftune-noise-alpha", "--label-smoothing-factor", "--label-smoothing", "--loss-type"),
-        _PLAIN,
+    "--adam-beta1 --adam-beta2 --adam-epsilon --betas": (
+        "AdamW's betas are 0.9 and 0.999, its epsilon is 1e-8; leave it out"
     ),
-    **dict.fromkeys(("--save-strategy", "--eval-strategy", "--evaluation-strategy"), _WHEN),
-    **dict.fromkeys(("--stage", "--task-type", "--do-predict"), _CAUSAL),
-    **dict.fromkeys(("--max-samples", "--max-train-samples"), _FEWER),
-    **dict.fromkeys(
-        (
-            *("--group-by-length", "--shuffle", "--shuffle-dataset", "--dataloader-num-workers"),
-            *("--dataset-num-proc", "--preprocessing-num-workers", "--remove-unused-columns"),
-            *("--padding-free", "--packing-strategy", "--dataset-kwargs"),
-        ),
-        _ROWS,
+    "--neftune-noise-alpha --label-smoothing-factor --label-smoothing --loss-type": (
+        "the loss is the plain cross entropy, without noise or smoothing; leave it out"
     ),
-    **dict.fromkeys(
-        (
-            *("--attn-implementation", "--flash-attn", "--flash-attention", "-fa"),
-            "--use-flash-attn",
-        ),
-        _ATTENTION,
+    "--save-strategy --eval-strategy --evaluation-strategy": (
+        "it is counted in steps: --save-every and --eval-every, 0 for never"
     ),
-    **dict.fromkeys(("--use-liger-kernel", "--liger-kernel", "--torch-compile"), _COMPILED),
-    **dict.fromkeys(("--run-name", "--project-name", "--logging-dir", "--model-name"), _NAMED),
-    **dict.fromkeys(
-        (
-            *("--chat-template", "--chat-template-path", "--chat-template-config", "--template"),
-            *("--ignore-chat-template", "--use-default-chat-template", "--jinja"),
-        ),
-        _TEMPLATE,
+    "--stage --task-type --do-predict": (
+        "what is trained predicts the next token of its answers (--loss-on); leave it out"
     ),
-    "--metric-for-best-model": "the held-out loss decides, and lower is better; leave it out",
-    "--greater-is-better": "the held-out loss decides, and lower is better; leave it out",
+    "--max-samples --max-train-samples": (
+        "give a file with fewer rows, such as: head -n 1000 data.jsonl > fewer.jsonl"
+    ),
+    "--group-by-length --shuffle --shuffle-dataset --dataloader-num-workers --dataset-num-proc "
+    "--preprocessing-num-workers --remove-unused-columns --padding-free --packing-strategy "
+    "--dataset-kwargs": (
+        "rows are tokenized once, come in an order that --seed decides, and are padded to the "
+        "bundle's lengths; leave it out"
+    ),
+    "--attn-implementation --flash-attn --flash-attention -fa --use-flash-attn": (
+        "attention never holds the scores of all tokens, whatever the option; leave it out"
+    ),
+    "--use-liger-kernel --liger-kernel --torch-compile": (
+        "graphs are traced at export, and logits are never held whole; leave it out"
+    ),
+    "--run-name --project-name --logging-dir --model-name": (
+        "a run is named by its folder (--output); leave it out"
+    ),
+    "--chat-template --chat-template-path --chat-template-config --template "
+    "--ignore-chat-template --use-default-chat-template --jinja": (
+        "conversations are written by the chat template of the bundle's tokenizer, and generate "
+        "--chat and chat use it too; for another, put it into the checkpoint's tokenizer and "
+        "export again"
+    ),
+    "--metric-for-best-model --greater-is-better": (
+        "the held-out loss decides, and lower is better; leave it out"
+    ),
     "--warmup-ratio": "warmup is counted in steps: give --warmup-steps, as --steps times the ratio",
-    **dict.fromkeys(
-        ("-m", "--model", "--model-name-or-path", "--base-model", "--model-path", "--hf-path"),
-        _BUNDLE,
+    "-m --model --model-name-or-path --base-model --model-path --hf-path": (
+        "a bundle is given without a flag, behind the command; a checkpoint becomes one by: "
+        "ondevice export MODEL -o BUNDLE"
     ),
-    **dict.fromkeys(
-        (
-            *("--load-in-4bit", "--load-in-8bit", "--quantize", "--qlora", "--bits", "--layout"),
-            *("--group-size", "--bnb-4bit-quant-type", "--bnb-4bit-compute-dtype"),
-        ),
-        _QUANTIZED,
+    "--load-in-4bit --load-in-8bit --quantize --qlora --bits --layout --group-size "
+    "--bnb-4bit-quant-type --bnb-4bit-compute-dtype": (
+        "weights are quantized once: ondevice export MODEL -o BUNDLE --bits 4 (or 8, 16)"
     ),
     "--outtype": "adapters are written in float32; leave it out",
-    **dict.fromkeys(
-        (
-            *("--gradient-checkpointing", "--grad-checkpoint", "--activation-offloading"),
-            "--clear-cache-threshold",
-        ),
-        _MEMORY,
+    "--gradient-checkpointing --grad-checkpoint --activation-offloading --clear-cache-threshold": (
+        "activations are recomputed where the budget asks for it (--budget); leave it out"
     ),
-    **dict.fromkeys(("--bf16", "--fp16", "--tf32", "--dtype", "--torch-dtype"), _PRECISION),
-    **dict.fromkeys(("--deepspeed", "--fsdp", "--num-processes", "--ddp"), _ONE_DEVICE),
-    **dict.fromkeys(
-        ("--logging-steps", "--steps-per-report", "--logging-strategy", "--disable-tqdm"), _LINES
+    "--bf16 --fp16 --tf32 --dtype --torch-dtype": (
+        "sums are computed in float32, whatever the bundle stores; leave it out, or give "
+        "--compute-dtype bfloat16 for products of rounded factors, where the processor has them"
     ),
-    **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), _PLACED),
-    **dict.fromkeys(("-t", "--threads"), _THREADS),
-    **dict.fromkeys(("--mlock", "--no-mmap"), _MAPPED),
-    **dict.fromkeys(
-        (
-            *("--use-temp-file", "--no-lazy", "--bigendian", "--vocab-only", "--metadata"),
-            *("--split-max-tensors", "--dry-run", "--remote"),
-        ),
-        _WRITTEN,
+    "--deepspeed --fsdp --num-processes --ddp": (
+        "several processes share a training by mpirun and --parallel data=2; else leave it out"
     ),
-    **dict.fromkeys(
-        (
-            *("--kv-bits", "--kv-group-size", "--quantized-kv-start", "--prompt-cache-file"),
-            *("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"),
-        ),
-        _CACHE,
+    "--logging-steps --steps-per-report --logging-strategy --disable-tqdm": (
+        "every ten steps a line is printed, and all are in the run's metrics.jsonl; leave it out"
     ),
-    **dict.fromkeys(("--draft-model", "--num-draft-tokens", "--model-draft"), _ONE_MODEL),
-    **dict.fromkeys(
-        (
-            *("--xtc-probability", "--xtc-threshold", "--min-tokens-to-keep", "--typical-p"),
-            *("--mirostat", "--do-sample", "--num-beams"),
-        ),
-        _FILTERS,
+    "-ngl --n-gpu-layers --gpu-layers": (
+        "where it computes is --device, and how much memory it takes is --budget; leave it out"
     ),
-    **dict.fromkeys(("--extra-eos-token", "--stop", "--stop-token", "--eos-token"), _ENDING),
-    "--prefill-response": "the answer's beginning cannot be given; `ondevice generate BUNDLE "
-    "--prompt TEXT` without --chat continues any text",
-    **dict.fromkeys(("-i", "--interactive"), "`ondevice chat BUNDLE` reads what you say"),
+    "-t --threads": "the environment sets threads: OPENBLAS_NUM_THREADS=2 ondevice ...",
+    "--mlock --no-mmap": "weights are mapped, and read where they are needed; leave it out",
+    "--use-temp-file --no-lazy --bigendian --vocab-only --metadata --split-max-tensors --dry-run "
+    "--remote": ("the file is written tensor by tensor, within --budget; leave it out"),
+    "--kv-bits --kv-group-size --quantized-kv-start --prompt-cache-file -ctk -ctv --cache-type-k "
+    "--cache-type-v": (
+        "keys and values of earlier tokens are kept in float32, within --budget; leave it out"
+    ),
+    "--draft-model --num-draft-tokens --model-draft": "one model computes each token; leave it out",
+    "--xtc-probability --xtc-threshold --min-tokens-to-keep --typical-p --mirostat --do-sample "
+    "--num-beams": (
+        "--temperature, --top-k, --top-p and --min-p say how tokens are drawn; leave it out"
+    ),
+    "--extra-eos-token --stop --stop-token --eos-token": (
+        "an answer ends at the end tokens of the tokenizer and its chat template, or after "
+        "--max-tokens"
+    ),
+    "--prefill-response": (
+        "the answer's beginning cannot be given; `ondevice generate BUNDLE --prompt TEXT` without "
+        "--chat continues any text"
+    ),
+    "-i --interactive": "`ondevice chat BUNDLE` reads what you say",
     "--quant-predicate": "--bits auto, --eight-bit and --embedding-bits choose bits by layer",
     "--mask-prompt": "prompts have no loss unless --loss-on all asks for it; leave it out",
-    "--per-device-eval-batch-size": "held-out rows run together as far as the budget allows; leave "
-    "it out",
-    "--eval-batch-size": "held-out rows run together as far as the budget allows; leave it out",
-    "--train": "`ondevice train` trains and `ondevice eval` evaluates; leave it out",
-    "--test": "`ondevice train` trains and `ondevice eval` evaluates; leave it out",
-    "--do-train": "`ondevice train` trains and `ondevice eval` evaluates; leave it out",
-    "--do-eval": "give held-out data by --eval-data or --valid-split; leave it out",
-    "--use-peft": "adapters are what is trained, unless --trainable full says otherwise; leave it "
-    "out",
-    "--modules-to-save": "adapters alone are trained, or all parameters (--trainable full); leave "
-    "it out",
-    "--prompt": "`ondevice generate BUNDLE --prompt TEXT` continues one, and `ondevice chat` reads "
-    "what you say line by line; leave it out",
-    **dict.fromkeys(
-        ("--repeat-penalty", "--repetition-penalty", "--presence-penalty", "--frequency-penalty"),
-        _PENALTY,
+    "--per-device-eval-batch-size --eval-batch-size": (
+        "held-out rows run together as far as the budget allows; leave it out"
     ),
-    **dict.fromkeys(
-        ("--push-to-hub", "--upload-repo", "--hub-model-id", "--hub-token"),
-        "nothing is sent anywhere; the folder that is written can be uploaded",
+    "--train --test --do-train": (
+        "`ondevice train` trains and `ondevice eval` evaluates; leave it out"
+    ),
+    "--do-eval": "give held-out data by --eval-data or --valid-split; leave it out",
+    "--use-peft": (
+        "adapters are what is trained, unless --trainable full says otherwise; leave it out"
+    ),
+    "--modules-to-save": (
+        "adapters alone are trained, or all parameters (--trainable full); leave it out"
+    ),
+    "--prompt": (
+        "`ondevice generate BUNDLE --prompt TEXT` continues one, and `ondevice chat` reads what "
+        "you say line by line; leave it out"
+    ),
+    "--repeat-penalty --repetition-penalty --presence-penalty --frequency-penalty": (
+        "tokens are drawn without penalties for repetition; --temperature, --top-k, --top-p and "
+        "--min-p say how evenly"
+    ),
+    "--push-to-hub --upload-repo --hub-model-id --hub-token": (
+        "nothing is sent anywhere; the folder that is written can be uploaded"
     ),
     "--trust-remote-code": "code of models never runs; leave it out",
     "--export-gguf": "`ondevice fuse BUNDLE --adapter RUN --format gguf` writes a GGUF file",
     "--wandb": "give --report-to wandb",
 }
+ADVICE = {flag: way for flags, way in _ADVICE.items() for flag in flags.split()}
+"""Flags with no counterpart, and the way to the same end."""
 
-VALUE_ADVICE = {  # values of our flags that have no counterpart
+_COMMAND_ADVICE = {  # the same for commands
+    "dpo orpo kto grpo ppo rlhf": _NO_PAIRS,
+    "serve": (
+        "nothing is served over the network; `ondevice chat` answers line by line, and `ondevice "
+        "fuse --format gguf` writes a file for servers such as llama-server"
+    ),
+    "push": "nothing is sent anywhere; the run's folder can be uploaded",
+}
+COMMAND_ADVICE = {word: way for words, way in _COMMAND_ADVICE.items() for word in words.split()}
+"""Commands of other tools that have no counterpart, and the way to the same end."""
+
+_VALUE_ADVICE = {  # the same for values of our flags, or of their names there
     "--trainable": {
         "dora": _DORA,
         "qlora": "adapters are trained beside quantized weights by --trainable lora, the default",
-        **dict.fromkeys(("freeze", "adalora", "ia3", "vera", "loha", "lokr", "oft"), _KINDS),
+        "freeze adalora ia3 vera loha lokr oft": _KINDS,
     },
-    "--optimizer": dict.fromkeys(
-        (
-            *("adafactor", "muon", "lion", "lion_8bit", "galore_adamw", "rmsprop", "adagrad"),
-            *("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+    "--optimizer": {
+        "adafactor muon lion lion_8bit galore_adamw rmsprop adagrad adamw_8bit adamw_bnb_8bit "
+        "paged_adamw_8bit paged_adamw_32bit": (
+            "the state of adamw lies on the disk, so smaller states of other optimizers would "
+            "save no memory"
         ),
-        _STATE,
-    ),
-    "--report-to": dict.fromkeys(("mlflow", "swanlab", "comet_ml", "clearml", "all"), _TRACKED),
-    "--dtype": dict.fromkeys(
-        ("q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k", "tq1_0", "tq2_0"), _QUANTIZED_FILE
-    ),
-    "--bits": dict.fromkeys(
-        ("2", "3", "5", "6", "q5_k_m", "q6_k", "q3_k_m", "q2_k"),
-        "weights are quantized to 4 or 8 bits; --bits auto mixes them by what each layer loses",
-    ),
+    },
+    "--report-to": {
+        "mlflow swanlab comet_ml clearml all": (
+            "there are --report-to tensorboard and wandb, and the run's metrics.jsonl for any other"
+        ),
+    },
+    "--dtype": {
+        "q8_0 q4_0 q4_k_m q5_k_m q6_k tq1_0 tq2_0": (
+            "a fused file holds floats (--dtype float16), of which llama.cpp's llama-quantize "
+            "makes this"
+        ),
+    },
+    "--bits": {
+        "2 3 5 6 q5_k_m q6_k q3_k_m q2_k": (
+            "weights are quantized to 4 or 8 bits; --bits auto mixes them by what each layer loses"
+        ),
+    },
+}
+VALUE_ADVICE = {
+    flag: {value: way for values, way in ways.items() for value in values.split()}
+    for flag, ways in _VALUE_ADVICE.items()
 }
 """What to do in place of another tool's value of a flag of ours, or of its name there."""

@@ -6,7 +6,6 @@ values travel as their bytes, so every worker computes with the same bits.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import time
 from abc import ABC, abstractmethod
@@ -16,8 +15,6 @@ from itertools import accumulate
 
 import mlx.core as mx
 import numpy as np
-
-from runtime.core.errors import UsageError
 
 
 class Exchange(ABC):
@@ -99,20 +96,6 @@ class Exchange(ABC):
         ]
         padded = self.all_bytes(own.ljust(max(lengths), b"\0"))
         return [each[:length].decode() for each, length in zip(padded, lengths, strict=True)]
-
-    def agree(self, what: str, content: bytes) -> None:
-        """Return if all workers have the same content.
-
-        Raises:
-            UsageError: they have not; it is raised on every worker.
-        """
-        hashes = [h.hex() for h in self.all_bytes(hashlib.sha256(content).digest())]
-        for rank, sha256 in enumerate(hashes):
-            if sha256 != hashes[0]:
-                raise UsageError(
-                    f"the workers differ in {what}: its SHA-256 is {hashes[0]} on rank 0 and "
-                    f"{sha256} on rank {rank}; give all workers the same"
-                )
 
 
 def split(joined: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
