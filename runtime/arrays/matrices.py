@@ -10,8 +10,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays
+from runtime.arrays.arrays import Arrays, view
 from runtime.arrays.dequantize import dense
+from runtime.arrays.packed_rows import PackedRows, multiplies
 from runtime.arrays.products import Float32Products, Products
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Matrix
@@ -42,6 +43,7 @@ class Matrices:
     profile: Profile = field(default_factory=Profile)
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
     other_products: Products | None = None
+    in_place: PackedRows | None = None
     _of_block: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
@@ -66,6 +68,16 @@ class Matrices:
     def for_rows(self, x: mx.array, columns: slice | None = None) -> Input:
         """x (T, R), or some of its columns, for products with tiles of as many rows."""
         return Input.for_rows(x, self.products, columns)
+
+    def of_row(self, x: mx.array, matrix: Matrix) -> mx.array | None:
+        """x W^T (T, R) by the weights where they lie; None where that is not done.
+
+        It is done for a single x (1, C), and matrices that the compiled products take.
+        """
+        if self.in_place is None or x.shape[0] > 1 or not multiplies(matrix):
+            return None
+        with self.profile.span("product in place"):
+            return mx.array(self.in_place.multiply(view(x)[0], matrix)[None])
 
     @cached_property
     def products(self) -> Products:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays, arrays_for
 from runtime.arrays.matrices import Matrices, Place
+from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.products import products_for
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Block, Matrix
@@ -44,7 +45,7 @@ class Model:
 
     `materialized` holds the tiles that stay dequantized. Several models (of other buckets) may
     share it, as they share `graphs`. `observe` sees the input and the output's gradient of every
-    product in a backward.
+    product in a backward. `in_place` multiplies decoded tokens by weights where they lie.
     """
 
     bundle: Bundle
@@ -54,6 +55,7 @@ class Model:
     profile: Profile = field(default_factory=Profile)
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
     observe: Observe | None = None
+    in_place: PackedRows | None = None
 
     @property
     def bucket(self) -> int:
@@ -70,7 +72,10 @@ class Model:
 
         library = load_onednn() if execution.onednn else None
         in_float32 = execution.compute_dtype == "float32"
-        arrays = arrays_for(manifest.device, execution.one_evaluation, library, in_float32)
+        if self.in_place is not None and self.bucket == 1:
+            arrays = arrays_for("gpu", one_evaluation=True)
+        else:
+            arrays = arrays_for(manifest.device, execution.one_evaluation, library, in_float32)
 
         def by_offset(counts: Mapping[str, int]) -> dict[int, int]:
             return {manifest.matrices[name].packed.offset: n for name, n in counts.items()}
@@ -85,6 +90,7 @@ class Model:
             self.profile,
             self.materialized,
             products_for(execution.compute_dtype, arrays),
+            self.in_place,
         )
 
     @property

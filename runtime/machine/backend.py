@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -205,6 +206,7 @@ def this_machine(device: str, arithmetic: str, compute_dtype: str = "float32") -
         compute_dtype=dtype.name,
         compute_reason=dtype.reason,
         onednn=device == "cpu" and not packed and onednn.is_installed(),
+        numba=device == "cpu" and not packed and find_spec("numba") is not None,
     )
 
 

@@ -50,7 +50,8 @@ class Execution:
     the head takes at once, `attention_block` how many queries attention takes at once.
     `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
     floating point are multiplied a tile at a time, on every device. Other products are computed in
-    `compute_dtype`, "float32" or "bfloat16", and with `onednn` by that library.
+    `compute_dtype`, "float32" or "bfloat16", and with `onednn` by that library; with `in_place` one
+    row is multiplied by the packed weights where they lie in the map.
     """
 
     tables: Tables
@@ -66,6 +67,7 @@ class Execution:
     evaluation: Evaluation = "part"
     compute_dtype: str = "float32"
     onednn: bool = False
+    in_place: bool = False
 
     @property
     def factor_bytes(self) -> int:

@@ -54,6 +54,10 @@ class LogitsKernel:
     ) -> npt.NDArray[np.float32]:
         """The logits (V,) of one hidden state h (1, D)."""
         shaping = shaping or Shaping()
+        whole = self.matrices.of_row(h, matrix)
+        if whole is not None:
+            shaped = shaping.of_tile(whole, 0, self.matrices.arrays)
+            return view(shaped).reshape(matrix.rows)
         given = self.matrices.input(h, matrix)
         logits = np.empty(matrix.rows, np.float32)
         for start, stop in self.matrices.ranges(matrix):

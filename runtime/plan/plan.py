@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
@@ -36,6 +37,7 @@ PRODUCTS_BYTES = 2_500_000  # oneDNN's code for all shapes that are multiplied, 
 # In float32 also the library, which is loaded only where a plan uses it, its code that multiplies
 # any shape, and what each thread packs of the factors.
 FLOAT32_BYTES, PACKED_BYTES = 5_300_000, 2_200_000
+NUMBA_BYTES = 34_000_000  # with LLVM, and what it has compiled or read from its files
 THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 # The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
@@ -108,6 +110,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     materialized_head: bool = False  # whether the head's matrix stays dequantized too
     compute_dtype: str = "float32"  # of products with frozen weights
     onednn: bool = False  # whether that library multiplies
+    in_place: bool = False  # whether a decoded token is multiplied by weights where they lie
 
     @property
     def sizes(self) -> Sizes:
@@ -122,6 +125,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             self.chunk_rows,
             self.evaluation,
             self.onednn,
+            self.in_place,
         )
 
     @property
@@ -197,7 +201,7 @@ class Planner:
         plan = self._whole_blocks(request, demand, budget_bytes, smallest)
         if plan is not None:
             return plan
-        for levels in (self._operations(request, demand), self._levels(request)):
+        for levels in self._level_sets(request, demand):
             plan = self._best(request, demand, levels, budget_bytes, smallest)
             if plan is not None:
                 return plan
@@ -298,6 +302,7 @@ class Planner:
             cached_bytes=lowered.cached_bytes,
             compute_dtype=self.machine.compute_dtype,
             onednn=lowered.execution.onednn,
+            in_place=sizes.in_place,
         )
 
     def peak_of(self, plan: Plan, request: Request, demand: Demand) -> int:
@@ -314,7 +319,7 @@ class Planner:
         """
 
         def choices(sizes: Sizes) -> tuple[object, ...]:
-            tiles = (sizes.tile_values, sizes.attention_block, sizes.onednn)
+            tiles = (sizes.tile_values, sizes.attention_block, sizes.onednn, sizes.in_place)
             return (*tiles, sizes.materialize_blocks, sizes.evaluation)
 
         ways = (BLOCK, *self._all_levels(request, demand))
@@ -371,6 +376,7 @@ class Planner:
             nbytes += blas.threads * panel
             if blas.threads > 1:
                 nbytes += model.packed_rows * blas.row_bytes
+        nbytes += NUMBA_BYTES * model.execution.in_place
         nbytes += model.graph_file_bytes() * GRAPH_FACTOR
         if request.prefetch:
             nbytes += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes)
@@ -397,7 +403,15 @@ class Planner:
         return generous if all_kept or not demand.backward else None
 
     def _all_levels(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
-        return (*self._operations(request, demand), *self._levels(request))
+        return tuple(chain.from_iterable(self._level_sets(request, demand)))
+
+    def _level_sets(self, request: Request, demand: Demand) -> tuple[tuple[Sizes, ...], ...]:
+        """The sizes that a plan can choose: of a set only where none of the sets before it fits."""
+        levels = self._levels(request)
+        in_place: tuple[Sizes, ...] = ()
+        if self.machine.numba and request.context:
+            in_place = tuple(replace(level, in_place=True) for level in levels)
+        return self._operations(request, demand), in_place, levels
 
     def _operations(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
         """The sizes at which an operation is one evaluation.
@@ -439,7 +453,7 @@ class Planner:
         materialized = materialized_bytes = 0
         spare -= kept_bytes
         head = False
-        if not self.machine.packed:
+        if not (self.machine.packed or sizes.in_place):
             for index in layers:
                 more = materialized_bytes + model.materialized_bytes(index)
                 if more > spare:

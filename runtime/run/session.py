@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from runtime.arrays.matrices import Place
+from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.profile import Profile
 from runtime.arrays.tiles import ReadyTile
 from runtime.arrays.weight_source import WeightSource
@@ -14,7 +15,7 @@ from runtime.bundle.store import Bundle, open_bundle
 from runtime.core.notes import Note, silent
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
-from runtime.machine.backend import limit_memory, load_onednn, use_device
+from runtime.machine.backend import blas_threads, limit_memory, load_onednn, use_device
 from runtime.machine.glibc import place_values, trim_heap
 from runtime.machine.onednn import share_cores
 from runtime.plan.lower import LoweredModel, lower
@@ -32,6 +33,7 @@ class Session:
     weights: WeightSource
     graphs: Graphs
     profile: Profile = field(default_factory=Profile)
+    in_place: PackedRows | None = None
     _models: dict[int, Model] = field(default_factory=dict)
     _materialized: dict[Place, ReadyTile] = field(default_factory=dict)
 
@@ -48,6 +50,7 @@ class Session:
                 self.graphs,
                 self.profile,
                 self._materialized,
+                in_place=self.in_place,
             )
         return self._models[bucket]
 
@@ -109,8 +112,11 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
     mx.clear_cache()
     trim_heap()
     place_values(plan.mapped_value_bytes)
+    in_place = None
     if weights is None:
-        weights = Weights(bundle, plan.prefetch)
-    session = Session(bundle, plan, weights, Graphs(bundle))
+        weights = mapped = Weights(bundle, plan.prefetch, releases=not plan.in_place)
+        if plan.in_place:
+            in_place = PackedRows(mapped, blas_threads())
+    session = Session(bundle, plan, weights, Graphs(bundle), in_place=in_place)
     session.materialize()
     return session

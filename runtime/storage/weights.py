@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from runtime.arrays.packed_rows import Stored
 from runtime.arrays.stored import Block, Extent, Matrix
 from runtime.arrays.weight_source import FloatTile, QuantizedTile, Tile
 from runtime.bundle.manifest import block_range, dense_range
@@ -39,11 +40,15 @@ def _copied(values: npt.NDArray[np.generic], dtype: str) -> mx.array:
 
 
 class Weights:
-    """A bundle's weights, mapped; with `prefetch` a thread brings blocks ahead."""
+    """A bundle's weights, mapped; with `prefetch` a thread brings blocks ahead.
 
-    def __init__(self, bundle: Bundle, prefetch: bool = False) -> None:
+    Unless it `releases` pages, those of the map stay until the system wants their memory.
+    """
+
+    def __init__(self, bundle: Bundle, prefetch: bool = False, releases: bool = True) -> None:
         manifest = self.manifest = bundle.manifest
         self._ranges = {block: block_range(manifest, block) for block in manifest.blocks}
+        self._releases = releases
         self.assembly: Assembly | None = None
         self._vectors: dict[str, npt.NDArray[np.generic]] = {}  # where there is an assembly
         self._ahead: ReadAhead | None = None
@@ -87,6 +92,10 @@ class Weights:
         nbytes = extent.nbytes // extent.shape[0]
         octets = self.assembly.rows(WEIGHTS_FILE, 0, extent.offset, nbytes, distinct.tolist())
         return _copied(octets.view(NUMPY[extent.dtype])[places], extent.dtype)
+
+    def stored(self, matrix: Matrix) -> Stored:
+        """A whole matrix where it lies in the map."""
+        return tuple(self._view(extent, 0, matrix.rows) for extent in matrix.extents)
 
     def vector(self, name: str) -> mx.array:
         """A norm weight, bias or filter, float32."""
@@ -173,7 +182,7 @@ class Weights:
     def _drop(self, start: int, stop: int) -> None:
         if self.assembly is not None:
             return
-        if sys.platform == "darwin" or not hasattr(mmap, "MADV_DONTNEED"):
+        if not self._releases or sys.platform == "darwin" or not hasattr(mmap, "MADV_DONTNEED"):
             return  # clean file pages are not part of a Mac's footprint
         start -= start % mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)

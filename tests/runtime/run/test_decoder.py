@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -15,6 +16,8 @@ from support.models import FAMILIES, adapters_of, each_family, each_with_mixers
 from support.prefixes import prefix_of, with_prefix
 
 from runtime.adapters.lora import LoraSettings
+from runtime.arrays.packed_rows import PackedRows, Stored
+from runtime.arrays.stored import Extent, Matrix
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError
 from runtime.methods.adapters import Adapters
@@ -31,8 +34,9 @@ CLOSE = 1e-5  # of the largest logit; products of one token round otherwise than
 CONTEXT = 160
 PLANS: dict[str, dict[str, Any]] = {
     "frugal": {"lanes": 1, "materialized_layers": 0, "materialized_head": False},
-    "generous": {},
+    "generous": {"materialized_layers": 2, "materialized_head": True},
     "half": {"lanes": 3, "materialized_layers": 1, "materialized_head": False},
+    "in place": {"in_place": True, "materialized_layers": 0, "materialized_head": False},
 }
 
 
@@ -48,8 +52,11 @@ def test_what_decodes_sees_the_prefix(tiny: Tiny, rng: Rng, family: str) -> None
 
 def plan_of(bundle: Bundle, kind: str = "generous") -> Plan:
     small = LEVELS[-1]
-    plan = replace(plan_decoding(bundle, 10**9, CONTEXT), **PLANS[kind])
-    if kind == "generous":
+    if kind == "in place":
+        pytest.importorskip("numba")
+    choices = {"in_place": False, **PLANS[kind]}
+    plan = replace(plan_decoding(bundle, 10**9, CONTEXT), **choices)
+    if kind in ("generous", "in place"):
         return plan
     return replace(plan, tile_values=8_000, attention_block=small.attention_block)
 
@@ -95,7 +102,7 @@ def test_matrices_of_any_layout_are_decoded(
     adapters = adapters_of(bundle, rng)
     tokens = tokens_of(bundle, rng, 40)
     expected = dense_logits(bundle, adapters, tokens)
-    for kind in ("frugal", "half"):
+    for kind in ("frugal", "half", "in place"):
         decoder = Decoder(open_session(bundle, plan_of(bundle, kind)), adapters)
         for end, logits in read_in_parts(decoder, tokens, rng).items():
             assert agrees(logits, expected[end - 1])
@@ -127,6 +134,45 @@ def test_a_sequence_that_is_taken_up_again_is_read_from_where_it_parts(
     again = decoder.rewind(tokens)
     assert again == len(tokens) - 1  # the last is read for its logits
     assert agrees(decoder.read(tokens[again:]), dense_logits(bundle, None, tokens)[-1])
+
+
+def test_a_token_is_multiplied_where_weights_lie_if_the_budget_has_room(tiny: Tiny) -> None:
+    pytest.importorskip("numba")
+    bundle = tiny("qwen2")
+    plan = plan_decoding(bundle, 10**9, CONTEXT)
+    assert plan.in_place
+    assert not plan_decoding(bundle, plan.predicted_peak_bytes - 10**7, CONTEXT).in_place
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("layout", ["symmetric", "affine"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_in_place_are_those_of_the_values(
+    rng: Rng, bits: int, layout: Literal["symmetric", "affine"], dtype: str
+) -> None:
+    pytest.importorskip("numba")
+    rows, size, groups = int(rng.integers(1, 70)), int(rng.choice([32, 64, 128])), 3
+    columns = size * groups
+    q = rng.integers(0, 1 << bits, (rows, columns))
+    words = sum(q.reshape(rows, -1, 8 // bits)[..., i] << bits * i for i in range(8 // bits))
+    scales, biases = (mx.array(rng.normal(size=(rows, groups)), getattr(mx, dtype)) for _ in "12")
+    x = rng.normal(size=columns).astype(np.float32)
+
+    class Mapped:
+        def stored(self, matrix: Matrix) -> Stored:
+            parts = (scales,) if matrix.biases is None else (scales, biases)
+            as_bits = (np.asarray(part.view(mx.uint16)) for part in parts)
+            return words.astype(np.uint8).view(np.uint32), *as_bits
+
+    of_groups = Extent(0, 0, dtype, (rows, groups))
+    packed = Extent(0, 0, "uint32", (rows, columns * bits // 32))
+    also = of_groups if layout == "affine" else None
+    matrix = Matrix(rows, columns, bits, size, layout, packed, of_groups, also)
+    y = PackedRows(Mapped(), 2).multiply(x, matrix)
+    wide = np.asarray(scales.astype(mx.float32), np.float64)
+    shift = -(2.0 ** (bits - 1)) * wide if also is None else np.asarray(biases.astype(mx.float32))
+    values = q.reshape(rows, groups, size) * wide[..., None] + shift[..., None]
+    assert agrees(y, values.reshape(rows, columns) @ x)
 
 
 def test_a_state_goes_on_from_the_last_token_alone(tiny: Tiny, rng: Rng) -> None:
