@@ -67,10 +67,8 @@ class Model:
     @cached_property
     def matrices(self) -> Matrices:
         manifest, execution = self.bundle.manifest, self.lowered.execution
-
-        library = load_onednn() if execution.onednn else None
-        in_float32 = execution.compute_dtype == "float32"
-        arrays = arrays_for(manifest.device, execution.one_evaluation, library, in_float32)
+        library = load_onednn() if execution.compute_dtype == "bfloat16" else None
+        arrays = arrays_for(manifest.device, execution.one_evaluation)
 
         def by_offset(counts: Mapping[str, int]) -> dict[int, int]:
             return {manifest.matrices[name].packed.offset: n for name, n in counts.items()}
@@ -84,7 +82,7 @@ class Model:
             self.lowered.materialize_blocks,
             self.profile,
             self.materialized,
-            products_for(execution.compute_dtype, arrays),
+            products_for(execution.compute_dtype, arrays, library),
         )
 
     @property

@@ -12,7 +12,15 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from runtime.arrays.stored import ITEM_BYTES, Extent, Graph, Matrix, pages
+from runtime.arrays.stored import (
+    CHUNK_BYTES,
+    CHUNK_VALUES,
+    ITEM_BYTES,
+    Extent,
+    Graph,
+    Matrix,
+    pages,
+)
 from runtime.core.errors import BundleError
 from runtime.operations.values import F32, Shape, bytes_at, is_parameter
 
@@ -50,7 +58,7 @@ class Execution:
     the head takes at once, `attention_block` how many queries attention takes at once.
     `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
     floating point are multiplied a tile at a time, on every device. Other products are computed in
-    `compute_dtype`, "float32" or "bfloat16", and with `onednn` by that library.
+    `compute_dtype`, "float32" or "bfloat16".
     """
 
     tables: Tables
@@ -65,7 +73,6 @@ class Execution:
     rank: int = 0  # of adapters
     evaluation: Evaluation = "part"
     compute_dtype: str = "float32"
-    onednn: bool = False
 
     @property
     def factor_bytes(self) -> int:
@@ -84,9 +91,9 @@ class Execution:
     def dequantizing_bytes(self, matrix: Matrix, values: int) -> int:
         """Bytes in memory while a tile of `values` values is dequantized.
 
-        These are the words, the flipped and the masked words, the integer codes, the results, and
-        the scales; for 4 bits also the scales divided by 16, for even and for odd columns. Values
-        in floating point are in memory beside those of another type into which they are converted.
+        These are the words, the scales, also as they are multiplied, and the results. For bfloat16
+        there are the codes as well, and on a GPU codes of 8 and 16 bits. Values in floating point
+        are in memory beside those of another type into which they are converted.
         """
         values = min(values, matrix.rows * matrix.columns)
         ready = self.tile_bytes(matrix, values)
@@ -98,8 +105,10 @@ class Execution:
             return ready + values * matrix.bits // 8 + by_way_of
         if self.packed:
             return ready
-        scales = (3 if matrix.bits == 4 else 1) * _per_group(matrix, values)
-        return 3 * values * matrix.bits // 8 + scales + ready
+        scales = 2 * _per_group(matrix, values)
+        codes = CHUNK_BYTES * (CHUNK_VALUES if self.tables.device == "cpu" else values)
+        codes += 0 if self.compute_dtype == "float32" else values
+        return values * matrix.bits // 8 + scales + codes + ready
 
     def tile_bytes(self, matrix: Matrix, values: int) -> int:
         """Bytes of a tile that can be multiplied: words, scales and biases, or values and shift."""

@@ -54,7 +54,7 @@ class LogitsKernel:
     ) -> npt.NDArray[np.float32]:
         """The logits (V,) of one hidden state h (1, D)."""
         shaping = shaping or Shaping()
-        given = self.matrices.input(h, matrix)
+        given = self.matrices.input(h)
         logits = np.empty(matrix.rows, np.float32)
         for start, stop in self.matrices.ranges(matrix):
             part = self.matrices.tile(matrix, start, stop).transposed_product(given)

@@ -35,8 +35,7 @@ class Sizes:
     With `materialize_blocks`, dequantized weights stay until their block is done. `chunk_rows` is
     how many rows of the vocabulary the head takes at once, 0 for as many as `tile_values` allows.
     `cache_bytes` limits MLX's own cache, where it has one. On a GPU a block's forward or backward,
-    or each operation in it, can be one `evaluation`. With `onednn` that library multiplies, as it
-    always does in bfloat16.
+    or each operation in it, can be one `evaluation`.
     """
 
     tile_values: int
@@ -47,7 +46,6 @@ class Sizes:
     keeps_mlps: bool = True
     chunk_rows: int = 0
     evaluation: Evaluation = "part"
-    onednn: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,6 @@ def lower(
         manifest.lora.rank,
         sizes.evaluation,
         compute_dtype,
-        sizes.onednn or compute_dtype == "bfloat16",
     )
     return LoweredModel(tuple(blocks), execution, sizes.materialize_blocks, first, context)
 
