@@ -38,8 +38,8 @@ class Arrays(Protocol):
     else is said.
     """
 
-    def dequantized(self, words: mx.array, scales: mx.array, bits: int) -> mx.array:
-        """The values (R, C) of words (R, C*bits/32) with scales (R, G)."""
+    def codes(self, words: mx.array, bits: int) -> mx.array:
+        """The signed codes (R, C) of words (R, C*bits/32), see `dequantize.codes`."""
 
     def settle(self, *arrays: Any) -> None:
         """Evaluate arrays, or lists and dictionaries of them, so that others are freed."""
@@ -105,10 +105,8 @@ class Arrays(Protocol):
 class CpuArrays:
     """Arrays changed in place with NumPy."""
 
-    def dequantized(self, words: mx.array, scales: mx.array, bits: int) -> mx.array:
-        values = mx.zeros((words.shape[0], words.shape[1] * 32 // bits))
-        dequantize.fill(view(values), np.asarray(words), view(scales), bits)
-        return values
+    def codes(self, words: mx.array, bits: int) -> mx.array:
+        return mx.array(dequantize.codes(np.asarray(words), bits))
 
     def settle(self, *arrays: Any) -> None:
         mx.eval(*arrays)
@@ -228,8 +226,8 @@ class GpuArrays:
 
     one_evaluation: bool = False
 
-    def dequantized(self, words: mx.array, scales: mx.array, bits: int) -> mx.array:
-        return dequantize.lazily(words, scales, bits)
+    def codes(self, words: mx.array, bits: int) -> mx.array:
+        return dequantize.lazy_codes(words, bits)
 
     def settle(self, *arrays: Any) -> None:
         if not self.one_evaluation:

@@ -7,14 +7,12 @@ bytes: that leaves 16 times the value, which the scale absorbs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.stored import CHUNK_VALUES
 from runtime.arrays.weight_source import FloatTile, Tile
 
 if TYPE_CHECKING:
@@ -24,62 +22,41 @@ FLIP = {4: 0x88888888, 8: 0x80808080}
 HIGH = 0xF0F0
 ABSORBED = {4: 1 / 16, 8: 1.0}  # by the scale
 
-Codes = npt.NDArray[np.int8]
-
 
 def dequantize(tile: Tile, bits: int, arrays: Arrays) -> mx.array:
-    """The values (R, C) of a tile as float32, without its `shift`."""
+    """The values (R, C) of a tile as float32, without its `shift`; lazy if they are packed."""
     if isinstance(tile, FloatTile):
         values = tile.values.astype(mx.float32)
         arrays.settle(values)  # so that the stored values are freed before the product is allocated
         return values
-    return arrays.dequantized(tile.words, tile.scales, bits)
+    scales = tile.scales * ABSORBED[bits]
+    signed = arrays.codes(tile.words, bits).reshape(*scales.shape, -1)
+    return (signed.astype(mx.float32) * scales[..., None]).reshape(len(scales), -1)
 
 
-def codes(words: npt.NDArray[np.uint32], bits: int) -> Iterator[tuple[slice, Codes]]:
-    """The signed codes of some rows after others, in order, 16 times as large if they have 4 bits.
+def codes(words: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.int8]:
+    """The signed codes (R, C) of words (R, C*bits/32), 16 times as large if they have 4 bits.
 
-    The array (r, C) is overwritten for the next rows.
+    By NumPy, which is twice as fast here as MLX on a CPU.
     """
-    octets = 4 * words.shape[1]
-    step = max(1, CHUNK_VALUES // (octets * 8 // bits))
-    for start in range(0, len(words), step):
-        flipped = (words[start : start + step] ^ np.uint32(FLIP[bits])).view(np.uint8)
-        rows = slice(start, start + len(flipped))
-        if bits == 8:
-            yield rows, flipped.view(np.int8)
-            continue
-        pairs = flipped.astype(np.uint16)
-        lifted = pairs << 8
-        np.left_shift(pairs, 4, out=pairs)
-        np.bitwise_or(pairs, lifted, out=pairs)
-        np.bitwise_and(pairs, np.uint16(HIGH), out=pairs)
-        yield rows, pairs.view(np.int8)
+    flipped = (words ^ np.uint32(FLIP[bits])).view(np.uint8)
+    if bits == 8:
+        return flipped.view(np.int8)
+    pairs = flipped.astype(np.uint16)
+    lifted = pairs << 8
+    np.left_shift(pairs, 4, out=pairs)
+    np.bitwise_or(pairs, lifted, out=pairs)
+    np.bitwise_and(pairs, np.uint16(HIGH), out=pairs)
+    return pairs.view(np.int8)
 
 
-def fill(
-    values: npt.NDArray[np.float32],
-    words: npt.NDArray[np.uint32],
-    scales: npt.NDArray[np.float32],
-    bits: int,
-) -> None:
-    """Dequantize words (R, C*bits/32) with scales (R, G) to `values` (R, C), on a CPU."""
-    absorbing = scales * np.float32(ABSORBED[bits])
-    grouped = values.reshape(*scales.shape, -1)
-    for rows, of_rows in codes(words, bits):
-        values[rows] = of_rows
-        np.multiply(grouped[rows], absorbing[rows, :, None], out=grouped[rows])
-
-
-def lazily(words: mx.array, scales: mx.array, bits: int) -> mx.array:
-    """The same values by MLX's operations, on any device."""
+def lazy_codes(words: mx.array, bits: int) -> mx.array:
+    """The same by MLX's operations, on any device."""
     flipped = (words ^ mx.array(FLIP[bits], mx.uint32)).view(mx.uint8)
     if bits == 4:
         pairs = flipped.astype(mx.uint16)
         flipped = ((pairs << 4) | (pairs << 8)) & mx.array(HIGH, mx.uint16)
-    rows, groups = scales.shape
-    signed = flipped.view(mx.int8).reshape(rows, groups, -1).astype(mx.float32)
-    return (signed * (scales * ABSORBED[bits])[..., None]).reshape(rows, -1)
+    return flipped.view(mx.int8)
 
 
 def dense(tile: Tile, bits: int, arrays: Arrays) -> mx.array:

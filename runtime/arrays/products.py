@@ -92,14 +92,11 @@ class Bfloat16Products:
             return self._stored(tile.values)
         words: npt.NDArray[np.uint32] = np.asarray(tile.words)
         scales = view(tile.scales)
-        whole = np.empty((len(words), words.shape[1] * 32 // bits), np.int8)
-        for rows, of_rows in codes(words, bits):
-            whole[rows] = of_rows
-        values = np.empty(whole.shape, np.uint16)
-        shape = (*scales.shape, -1)
+        signed = codes(words, bits).reshape(*scales.shape, -1)
+        values = np.empty(signed.shape, np.uint16)
         absorbing = (scales * np.float32(ABSORBED[bits])).reshape(-1)
-        self.library.scale(whole.reshape(shape), absorbing, values.reshape(shape))
-        return values
+        self.library.scale(signed, absorbing, values)
+        return values.reshape(len(words), -1)
 
     def _stored(self, values: mx.array) -> Bits:
         """The bits of a matrix in floating point, which are as stored if it is bfloat16."""

@@ -11,8 +11,6 @@ PAGE = 16384  # macOS arm64 pages; a multiple of Linux's
 DRAWN = 32  # columns of a matrix's input whose dropout is drawn together
 ITEM_BYTES = {"uint32": 4, "float32": 4, "float16": 2, "bfloat16": 2}
 FLOAT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
-CHUNK_VALUES = 1 << 16  # whose codes exist at once on a CPU, so that they stay in its cache
-CHUNK_BYTES = 3  # that a value takes meanwhile, at most
 WITHOUT_PAGES = 256  # bytes; smaller buffers of a GPU share pages
 
 

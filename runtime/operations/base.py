@@ -13,8 +13,6 @@ from typing import ClassVar, Literal
 import msgspec
 
 from runtime.arrays.stored import (
-    CHUNK_BYTES,
-    CHUNK_VALUES,
     ITEM_BYTES,
     Extent,
     Graph,
@@ -91,9 +89,8 @@ class Execution:
     def dequantizing_bytes(self, matrix: Matrix, values: int) -> int:
         """Bytes in memory while a tile of `values` values is dequantized.
 
-        These are the words, the scales, also as they are multiplied, and the results. For bfloat16
-        there are the codes as well, and on a GPU codes of 8 and 16 bits. Values in floating point
-        are in memory beside those of another type into which they are converted.
+        These are the words, the codes of 8 bits, the results, and the scales, twice. Values in
+        floating point are in memory beside those of another type into which they are converted.
         """
         values = min(values, matrix.rows * matrix.columns)
         ready = self.tile_bytes(matrix, values)
@@ -106,9 +103,7 @@ class Execution:
         if self.packed:
             return ready
         scales = 2 * _per_group(matrix, values)
-        codes = CHUNK_BYTES * (CHUNK_VALUES if self.tables.device == "cpu" else values)
-        codes += 0 if self.compute_dtype == "float32" else values
-        return values * matrix.bits // 8 + scales + codes + ready
+        return values * matrix.bits // 8 + scales + values + ready
 
     def tile_bytes(self, matrix: Matrix, values: int) -> int:
         """Bytes of a tile that can be multiplied: words, scales and biases, or values and shift."""
