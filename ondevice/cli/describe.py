@@ -224,7 +224,7 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         f"{counted(plan['rows'], 'sequence')} per batch, "
         f"{counted(plan['accumulation'], 'batch', 'batches')} per step",
         f"tiles: {_tiles(plan)}",
-        f"products in {plan['compute_dtype']} by {_multiplies(plan)}",
+        f"products in {plan['compute_dtype']}",
         _table(table),
     ]
     if per_block:
@@ -235,11 +235,6 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ]
         lines += ["", _table(blocks)]
     return "\n".join(lines)
-
-
-def _multiplies(plan: dict[str, Any]) -> str:
-    """Which library computes a plan's products."""
-    return "oneDNN" if plan["onednn"] else "MLX"
 
 
 def _tiles(plan: dict[str, Any]) -> str:

@@ -9,18 +9,16 @@ Callers must use the returned array afterwards.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from runtime.arrays import dequantize
 from runtime.machine.backend import bounded_run_ahead
-from runtime.machine.onednn import OneDnn
 
 # no warnings about nan and infinity, as in MLX: the loss shows them
 quiet = np.errstate(invalid="ignore", over="ignore")
@@ -33,21 +31,15 @@ def view(x: mx.array) -> npt.NDArray[np.float32]:
     return np.asarray(x)
 
 
-def _by_rows(x: mx.array) -> npt.NDArray[np.float32]:
-    """A small matrix, contiguous by rows: oneDNN is slow with others."""
-    return np.ascontiguousarray(view(x))
-
-
 class Arrays(Protocol):
     """The operations on arrays that kernels need besides matrix products.
 
     Where an operation or a block is one evaluation, nothing is evaluated before `finish`, whatever
-    else is said. `library` computes on the memory of arrays, if there is one.
+    else is said.
     """
 
-    @property
-    def library(self) -> OneDnn | None:
-        """What products and activations are computed by; None for MLX and NumPy."""
+    def codes(self, words: mx.array, bits: int) -> mx.array:
+        """The signed codes (R, C) of words (R, C*bits/32), see `dequantize.codes`."""
 
     def settle(self, *arrays: Any) -> None:
         """Evaluate arrays, or lists and dictionaries of them, so that others are freed."""
@@ -78,14 +70,6 @@ class Arrays(Protocol):
     def group_sums(self, x: mx.array, groups: int) -> mx.array:
         """Sums of x (T, C) over each group of columns: (T, G)."""
 
-    def matmul(self, x: mx.array, w: mx.array, scale: float = 1.0) -> mx.array:
-        """x w times a scale, small, (T, C) for x (T, R) and w (R, C)."""
-
-    def add_matmul(
-        self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None
-    ) -> mx.array:
-        """whole (T, C) + x w, or x w added to the columns `where`; `whole` is consumed."""
-
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         """A contiguous copy of x[where], evaluated."""
 
@@ -110,11 +94,6 @@ class Arrays(Protocol):
     def times(self, x: mx.array, factor: mx.array) -> mx.array:
         """x times a factor of its shape; x is consumed."""
 
-    def both(
-        self, first: Callable[[], mx.array], second: Callable[[], mx.array]
-    ) -> tuple[mx.array, mx.array]:
-        """Two independent results, computed in parallel if that is faster."""
-
     def evaluate(self, results: Sequence[mx.array], working_bytes: int = 0) -> None:
         """Evaluate results one after another, with at most `working_bytes` in use besides them.
 
@@ -123,31 +102,11 @@ class Arrays(Protocol):
         """
 
 
-class _Streams(threading.local):
-    """A second MLX stream for each thread, since streams belong to their thread."""
-
-    @cached_property
-    def second(self) -> mx.Stream:
-        return mx.new_stream(mx.cpu)
-
-
-_streams = _Streams()
-
-
-@dataclass(frozen=True)
 class CpuArrays:
-    """Arrays changed in place with NumPy.
+    """Arrays changed in place with NumPy."""
 
-    `library` computes products with weights and activations, and with `in_float32` small products
-    too, for which its code and the factors that it packs take some more megabytes.
-    """
-
-    library: OneDnn | None = None
-    in_float32: bool = True
-
-    @property
-    def _multiplies(self) -> OneDnn | None:
-        return self.library if self.in_float32 else None
+    def codes(self, words: mx.array, bits: int) -> mx.array:
+        return mx.array(dequantize.codes(np.asarray(words), bits))
 
     def settle(self, *arrays: Any) -> None:
         mx.eval(*arrays)
@@ -193,28 +152,6 @@ class CpuArrays:
     @quiet
     def group_sums(self, x: mx.array, groups: int) -> mx.array:
         return mx.array(view(x).reshape(len(x), groups, -1).sum(axis=-1))
-
-    @quiet
-    def matmul(self, x: mx.array, w: mx.array, scale: float = 1.0) -> mx.array:
-        if (library := self._multiplies) is None:
-            return x @ w if scale == 1 else (x @ w) * scale
-        y = np.empty((x.shape[0], w.shape[1]), np.float32)
-        library.multiply(_by_rows(x), view(w), y, add=False)
-        if scale != 1:
-            np.multiply(y, np.float32(scale), out=y)
-        return mx.array(y)  # copied here and now: zeros would be made by another thread
-
-    def add_matmul(
-        self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None
-    ) -> mx.array:
-        if (library := self._multiplies) is not None:
-            target = view(whole) if where is None else view(whole)[:, where]
-            library.multiply(_by_rows(x), view(w), target, add=True)
-            return whole
-        if where is None:
-            return mx.addmm(whole, x, w)
-        self.add_to(whole, (slice(None), where), x @ w)
-        return whole
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         taken = view(x)[where]
@@ -270,15 +207,6 @@ class CpuArrays:
         np.multiply(values, view(factor), out=values)
         return x
 
-    def both(
-        self, first: Callable[[], mx.array], second: Callable[[], mx.array]
-    ) -> tuple[mx.array, mx.array]:
-        result = first()
-        with mx.stream(_streams.second):
-            other = second()
-        mx.eval(result, other)
-        return result, other
-
     def evaluate(self, results: Sequence[mx.array], working_bytes: int = 0) -> None:
         sizes = [result.nbytes for result in results]
         # MLX passes the bound by one operation, since it compares before it allocates
@@ -297,7 +225,9 @@ class GpuArrays:
     """
 
     one_evaluation: bool = False
-    library: None = None
+
+    def codes(self, words: mx.array, bits: int) -> mx.array:
+        return dequantize.lazy_codes(words, bits)
 
     def settle(self, *arrays: Any) -> None:
         if not self.one_evaluation:
@@ -333,17 +263,6 @@ class GpuArrays:
     def group_sums(self, x: mx.array, groups: int) -> mx.array:
         return x.reshape(x.shape[0], groups, -1).sum(axis=-1)
 
-    def matmul(self, x: mx.array, w: mx.array, scale: float = 1.0) -> mx.array:
-        return x @ w if scale == 1 else (x @ w) * scale
-
-    def add_matmul(
-        self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None
-    ) -> mx.array:
-        if where is None:
-            return mx.addmm(whole, x, w)
-        self.add_to(whole, (slice(None), where), x @ w)
-        return whole
-
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         part = mx.contiguous(x[where])
         self.settle(part)
@@ -376,24 +295,14 @@ class GpuArrays:
     def times(self, x: mx.array, factor: mx.array) -> mx.array:
         return x * factor
 
-    def both(
-        self, first: Callable[[], mx.array], second: Callable[[], mx.array]
-    ) -> tuple[mx.array, mx.array]:
-        return first(), second()
-
     def evaluate(self, results: Sequence[mx.array], working_bytes: int = 0) -> None:
         for result in results:
             self.settle(result)
 
 
-def arrays_for(
-    device: str,
-    one_evaluation: bool = False,
-    library: OneDnn | None = None,
-    in_float32: bool = True,
-) -> Arrays:
+def arrays_for(device: str, one_evaluation: bool = False) -> Arrays:
     """The implementation for "cpu" or "gpu"; there more than an array may be one evaluation."""
-    return GpuArrays(one_evaluation) if device == "gpu" else CpuArrays(library, in_float32)
+    return GpuArrays(one_evaluation) if device == "gpu" else CpuArrays()
 
 
 def row_sums(x: mx.array) -> mx.array:

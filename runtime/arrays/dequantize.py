@@ -1,80 +1,67 @@
-"""Frozen matrices to float32, a tile at a time, with vector operations of a CPU.
+"""Frozen matrices to float32, a tile at a time.
 
-Values in floating point are converted; packed integers are dequantized.
-
-Even columns are the low halves of each byte, odd ones the high halves; they are dequantized to
-separate matrices, and products take x split likewise. Flipping the top bit of each code gives two's
-complement; masking it in place of shifting leaves 16 times the value, which the scale absorbs.
+Values in floating point are converted; packed integers are dequantized. Flipping the top bit of
+each code gives two's complement. Of 4 bits, the halves of a byte go to the high halves of two
+bytes: that leaves 16 times the value, which the scale absorbs.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays
-from runtime.arrays.weight_source import FloatTile, QuantizedTile, Tile
+from runtime.arrays.weight_source import FloatTile, Tile
 
-EVEN, ODD = (slice(None), slice(0, None, 2)), (slice(None), slice(1, None, 2))
-HIGH, FLIP4, FLIP8 = 0xF0F0F0F0, 0x88888888, 0x80808080
-SIDE_BY_SIDE = 1 << 20  # values; of fewer a second stream costs what it saves
+if TYPE_CHECKING:
+    from runtime.arrays.arrays import Arrays
 
-
-def _word(value: int) -> mx.array:
-    return mx.array(value, dtype=mx.uint32)
+FLIP = {4: 0x88888888, 8: 0x80808080}
+HIGH = 0xF0F0
+ABSORBED = {4: 1 / 16, 8: 1.0}  # by the scale
 
 
-def dequantize(tile: Tile, bits: int, arrays: Arrays) -> tuple[mx.array, ...]:
-    """The columns of a tile as float32 matrices, without its `shift`.
-
-    Returns (R, C/2) even and (R, C/2) odd columns for 4 bits, else one (R, C) matrix.
-    """
+def dequantize(tile: Tile, bits: int, arrays: Arrays) -> mx.array:
+    """The values (R, C) of a tile as float32, without its `shift`; lazy if they are packed."""
     if isinstance(tile, FloatTile):
         values = tile.values.astype(mx.float32)
         arrays.settle(values)  # so that the stored values are freed before the product is allocated
-        return (values,)
+        return values
+    scales = tile.scales * ABSORBED[bits]
+    signed = arrays.codes(tile.words, bits).reshape(*scales.shape, -1)
+    return (signed.astype(mx.float32) * scales[..., None]).reshape(len(scales), -1)
+
+
+def codes(words: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.int8]:
+    """The signed codes (R, C) of words (R, C*bits/32), 16 times as large if they have 4 bits.
+
+    By NumPy, which is twice as fast here as MLX on a CPU.
+    """
+    flipped = (words ^ np.uint32(FLIP[bits])).view(np.uint8)
     if bits == 8:
-        return (_scaled(tile.words ^ _word(FLIP8), tile.scales),)
-    if tile.words.size * 8 < SIDE_BY_SIDE:
-        return _low(tile), _high(tile)
-    return arrays.both(lambda: _low(tile), lambda: _high(tile))
+        return flipped.view(np.int8)
+    pairs = flipped.astype(np.uint16)
+    lifted = pairs << 8
+    np.left_shift(pairs, 4, out=pairs)
+    np.bitwise_or(pairs, lifted, out=pairs)
+    np.bitwise_and(pairs, np.uint16(HIGH), out=pairs)
+    return pairs.view(np.int8)
 
 
-def _low(tile: QuantizedTile) -> mx.array:
-    return _scaled(((tile.words ^ _word(FLIP4)) << 4) & _word(HIGH), tile.scales * (1 / 16))
-
-
-def _high(tile: QuantizedTile) -> mx.array:
-    return _scaled((tile.words ^ _word(FLIP4)) & _word(HIGH), tile.scales * (1 / 16))
-
-
-def _scaled(words: mx.array, scales: mx.array) -> mx.array:
-    rows, groups = scales.shape
-    codes = words.view(mx.int8).reshape(rows, groups, -1)
-    return (codes.astype(mx.float32) * scales[..., None]).reshape(rows, -1)
-
-
-def split(x: mx.array, bits: int, arrays: Arrays) -> tuple[mx.array, ...]:
-    """x (T, C) split into the column sets that `dequantize` returns, each contiguous."""
-    if bits != 4:
-        return (x,)
-    return arrays.contiguous(x, EVEN), arrays.contiguous(x, ODD)
-
-
-def join(parts: tuple[mx.array, ...], arrays: Arrays) -> mx.array:
-    """The inverse of `split`: (T, C)."""
-    if len(parts) == 1:
-        return parts[0]
-    even, odd = parts
-    whole = mx.zeros((even.shape[0], 2 * even.shape[1]))
-    arrays.settle(whole)
-    arrays.put(whole, EVEN, even)
-    arrays.put(whole, ODD, odd)
-    return whole
+def lazy_codes(words: mx.array, bits: int) -> mx.array:
+    """The same by MLX's operations, on any device."""
+    flipped = (words ^ mx.array(FLIP[bits], mx.uint32)).view(mx.uint8)
+    if bits == 4:
+        pairs = flipped.astype(mx.uint16)
+        flipped = ((pairs << 4) | (pairs << 8)) & mx.array(HIGH, mx.uint16)
+    return flipped.view(mx.int8)
 
 
 def dense(tile: Tile, bits: int, arrays: Arrays) -> mx.array:
-    """The tile's values (R, C) in order, float32."""
-    values = join(dequantize(tile, bits, arrays), arrays)
+    """The tile's values (R, C), float32."""
+    values = dequantize(tile, bits, arrays)
     if isinstance(tile, FloatTile) or tile.shift is None:
         return values
     rows, groups = tile.scales.shape

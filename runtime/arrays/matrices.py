@@ -61,13 +61,9 @@ class Matrices:
         """Rows or columns of a matrix of which no tile stays dequantized."""
         return self._ready(matrix, start, stop, by_columns)
 
-    def input(self, x: mx.array, matrix: Matrix) -> Input:
-        """x (T, C) as the matrix's tiles take it, dequantized ones among them if there are any."""
-        return Input.of(x, matrix, self.packed and not self.materialized, self.products)
-
-    def for_rows(self, x: mx.array, columns: slice | None = None) -> Input:
-        """x (T, R), or some of its columns, for products with tiles of as many rows."""
-        return Input.for_rows(x, self.products, columns)
+    def input(self, x: mx.array, columns: slice | None = None) -> Input:
+        """x (T, N), or some of its columns, as products with tiles take it."""
+        return Input.of(x, self.products, columns)
 
     def of_row(self, x: mx.array, matrix: Matrix) -> mx.array | None:
         """x W^T (T, R) by the weights where they lie; None where that is not done.
@@ -91,7 +87,7 @@ class Matrices:
             self.profile.settle(*tile.arrays)
         with self.profile.span("unpack"):
             ready = ReadyTile.of(tile, matrix, self.packed, self.products)
-            self.profile.settle(ready.columns)
+            self.profile.settle(ready.values)
         return ready
 
     def materialize(self, chosen: Iterable[Matrix]) -> None:
@@ -137,8 +133,8 @@ class Matrices:
             seen = tile
             if move is not None:
                 with self.profile.span("perturb"):
-                    (values,) = tile.columns
-                    seen = replace(tile, columns=(move.tile(matrix, start, values),))
+                    moved = move.tile(matrix, start, tile.values)
+                    seen = replace(tile, values=moved)
             yield seen, lanes
             del seen
 

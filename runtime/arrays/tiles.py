@@ -21,10 +21,10 @@ from runtime.arrays.weight_source import QuantizedTile, Tile
 
 @dataclass(frozen=True)
 class Input:
-    """x (T, C), and its columns split like those of dequantized tiles, or (T, R) for their rows."""
+    """x (T, N), and what products with dequantized tiles take."""
 
     x: mx.array
-    parts: tuple[Factor, ...]
+    factor: Factor
     _sums: dict[int, mx.array] = field(default_factory=dict)
 
     def group_sums(self, groups: int, arrays: Arrays) -> mx.array:
@@ -34,75 +34,60 @@ class Input:
         return self._sums[groups]
 
     @classmethod
-    def of(cls, x: mx.array, matrix: Matrix, packed: bool, products: Products) -> Input:
-        """x for products with all columns of the matrix's tiles."""
-        quantized = packed and not matrix.is_float
-        return cls(x, () if quantized else products.split(x, matrix.bits))
-
-    @classmethod
-    def for_rows(cls, x: mx.array, products: Products, columns: slice | None = None) -> Input:
-        """x, or some of its columns, for products with tiles that have as many rows."""
-        part = x if columns is None else products.columns(x, columns)
-        return cls(part, (products.whole(part),))
+    def of(cls, x: mx.array, products: Products, columns: slice | None = None) -> Input:
+        """x, or some of its columns."""
+        # contiguous: else every product with a column would make its own copy
+        part = x if columns is None else products.arrays.contiguous(x, (slice(None), columns))
+        return cls(part, products.factor(part))
 
 
 @dataclass(frozen=True)
 class ReadyTile:
-    """A tile of a matrix ready to be multiplied: either still packed, or its columns and shift."""
+    """A tile of a matrix ready to be multiplied: either still packed, or its values and shift."""
 
     matrix: Matrix
     products: Products
     packed: QuantizedTile | None
-    columns: tuple[Factor, ...]
+    values: Factor  # none of a packed tile
     shift: mx.array | None
 
     @classmethod
     def of(cls, tile: Tile, matrix: Matrix, packed: bool, products: Products) -> ReadyTile:
         if packed and isinstance(tile, QuantizedTile):
-            return cls(matrix, products, tile, (), None)
+            return cls(matrix, products, tile, None, None)
         return cls(matrix, products, None, products.dequantize(tile, matrix.bits), tile.shift)
 
     @classmethod
     def empty(cls, matrix: Matrix, rows: int, width: int, products: Products) -> ReadyTile:
         """A dequantized tile (rows, width) of zeros, evaluated, for `fill`."""
-        columns = products.empty(rows, width, matrix.bits)
         shift = None
         if matrix.biases is not None:
             shift = mx.zeros((rows, width // matrix.group_size))
             mx.eval(shift)
-        return cls(matrix, products, None, columns, shift)
+        return cls(matrix, products, None, products.empty(rows, width), shift)
 
     def fill(self, tile: ReadyTile, arrays: Arrays) -> None:
         """Copy the values of a dequantized tile of the same rows."""
-        for mine, values in zip(self.columns, tile.columns, strict=True):
-            self.products.copy(values, mine)
+        self.products.copy(tile.values, self.values)
         if self.shift is not None and tile.shift is not None:
             arrays.put(self.shift, slice(None), tile.shift)
 
     def transposed_product(self, given: Input, onto: mx.array | None = None) -> mx.array:
         """x W^T (T, R') for the tile's rows, added to `onto`, which is consumed, if it is given."""
-        if not self.columns:
+        if self.packed is not None:
             y = self.quantized(given.x, transpose=True)
             return y if onto is None else onto + y
-        for part, column in zip(given.parts, self.columns, strict=True):
-            onto = self.products.by_columns(part, column, onto)
-        assert onto is not None
+        onto = self.products.by_columns(given.factor, self.values, onto)
         if self.shift is not None:
             arrays = self.products.arrays
             sums = given.group_sums(self.shift.shape[1], arrays)
-            onto = arrays.add_matmul(onto, sums, self.shift.T)
+            onto = mx.addmm(onto, sums, self.shift.T)
         return onto
 
     def put_product(self, given: Input, whole: mx.array, where: slice) -> None:
         """x W^T (T, R') for the tile's rows, as the columns `where` of a larger array."""
         arrays = self.products.arrays
-        if not self.columns:
-            arrays.put(whole, (slice(None), where), self.quantized(given.x, transpose=True))
-            return
-        self.products.put(whole, where, given.parts, self.columns)
-        if self.shift is not None:
-            sums = given.group_sums(self.shift.shape[1], arrays)
-            arrays.add_matmul(whole, sums, self.shift.T, where)
+        arrays.put(whole, (slice(None), where), self.transposed_product(given))
 
     def quantized(self, x: mx.array, transpose: bool) -> mx.array:
         """x times the tile as it is packed, or its transpose."""
@@ -139,57 +124,45 @@ class RowSum:
     """The running sum over tiles of p_i W_i, (T, C), each term evaluated as it is added."""
 
     arrays: Arrays
-    halves: list[mx.array] = field(default_factory=list)
-    whole: mx.array | None = None  # packed products, or the sums of shifts (T, G)
+    total: mx.array | None = None
+    shifts: dict[int, mx.array] = field(default_factory=dict)
+    """What the shifts of groups add (T, G), by how many groups a row has."""
 
     def add(self, given: Input, tile: ReadyTile, fade: mx.array | None = None) -> None:
         """Scale the sum by `fade` (T, 1), then add the input (T, R') times the tile."""
-        if not tile.columns:
-            self._add_whole(tile.quantized(given.x, transpose=False), fade)
-            self.arrays.settle(self.whole)
-            return
-        (part,) = given.parts
-        if self.halves:
-            self._add_to_halves(part, tile, fade)
+        total, self.total = self.total, None  # leaves no other reference to what is added to
+        if total is not None and fade is not None:
+            total = total * fade
+        if tile.packed is not None:
+            term = tile.quantized(given.x, transpose=False)
+            self.total = term if total is None else term + total
         else:
-            self.halves = [tile.products.by_rows(part, column, None) for column in tile.columns]
+            self.total = tile.products.by_rows(given.factor, tile.values, total)
+        del total
         if tile.shift is not None:
             self._add_shifts(given.x, tile.shift, fade)
-        self.arrays.settle(self.halves)
-
-    def _add_to_halves(self, part: Factor, tile: ReadyTile, fade: mx.array | None) -> None:
-        for column in tile.columns:
-            half = self.halves.pop(0)  # leaves no other reference to the array that is added to
-            half = half if fade is None else half * fade
-            self.halves.append(tile.products.by_rows(part, column, half))
-            del half
-
-    def _add_whole(self, term: mx.array, fade: mx.array | None) -> None:
-        if self.whole is not None:
-            term = term + (self.whole if fade is None else self.whole * fade)
-        self.whole = term
+        self.arrays.settle(self.total)
 
     def _add_shifts(self, x: mx.array, shift: mx.array, fade: mx.array | None) -> None:
-        if self.whole is None:
-            self.whole = self.arrays.matmul(x, shift)
+        groups = shift.shape[1]
+        before = self.shifts.get(groups)
+        if before is None:
+            self.shifts[groups] = x @ shift
         else:
-            whole = self.whole if fade is None else self.whole * fade
-            self.whole = self.arrays.add_matmul(whole, x, shift)
-        self.arrays.settle(self.whole)
+            before = before if fade is None else before * fade
+            self.shifts[groups] = mx.addmm(before, x, shift)
+        self.arrays.settle(self.shifts[groups])
 
     @property
     def parts(self) -> list[mx.array]:
         """The arrays in which the sum is held so far."""
-        return self.halves if self.whole is None else [*self.halves, self.whole]
+        return [*([] if self.total is None else [self.total]), *self.shifts.values()]
 
-    def result(self, matrix: Matrix, products: Products) -> mx.array:
-        """The sum (T, C) over tiles of such a matrix; the accumulator is consumed."""
-        halves, whole = self.halves, self.whole
-        self.halves, self.whole = [], None
-        if not halves:
-            assert whole is not None
-            return whole
-        total = products.join(halves, matrix.bits)
-        if whole is None:
-            return total
-        return self.arrays.add_groups(total, whole)
+    def result(self) -> mx.array:
+        """The sum (T, C) over all tiles; the accumulator is consumed."""
+        total, shifts = self.total, self.shifts
+        self.total, self.shifts = None, {}
+        assert total is not None
+        for of_groups in shifts.values():
+            total = self.arrays.add_groups(total, of_groups)
+        return total

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import quiet, view
-from runtime.arrays.tiles import Input
 from runtime.engine.model import Model
 
 HEAD_VALUES = 1 << 20  # logits of a row, and values of a tile, at a time
@@ -72,8 +71,7 @@ class _Head:
     def __init__(self, model: Model, hs: Sequence[mx.array]) -> None:
         self.matrix, self.matrices = model.head_matrix, model.matrices
         self.rows, self.shaping = model.lowered.execution.chunk_rows, model.shaping({})
-        packed, products = self.matrices.packed, self.matrices.products
-        self.inputs = [Input.of(h, self.matrix, packed, products) for h in hs]
+        self.inputs = [self.matrices.input(h) for h in hs]
 
     def logits(self, start: int, stop: int) -> Iterator[Logits]:
         """The logits (N, stop - start) of each row."""

@@ -69,13 +69,11 @@ class Model:
     @cached_property
     def matrices(self) -> Matrices:
         manifest, execution = self.bundle.manifest, self.lowered.execution
-
-        library = load_onednn() if execution.onednn else None
-        in_float32 = execution.compute_dtype == "float32"
+        library = load_onednn() if execution.compute_dtype == "bfloat16" else None
         if self.in_place is not None and self.bucket == 1:
             arrays = arrays_for("gpu", one_evaluation=True)
         else:
-            arrays = arrays_for(manifest.device, execution.one_evaluation, library, in_float32)
+            arrays = arrays_for(manifest.device, execution.one_evaluation)
 
         def by_offset(counts: Mapping[str, int]) -> dict[int, int]:
             return {manifest.matrices[name].packed.offset: n for name, n in counts.items()}
@@ -89,7 +87,7 @@ class Model:
             self.lowered.materialize_blocks,
             self.profile,
             self.materialized,
-            products_for(execution.compute_dtype, arrays),
+            products_for(execution.compute_dtype, arrays, library),
             self.in_place,
         )
 

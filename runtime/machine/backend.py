@@ -205,20 +205,17 @@ def this_machine(device: str, arithmetic: str, compute_dtype: str = "float32") -
         limit_bytes=memory_limit_bytes(),
         compute_dtype=dtype.name,
         compute_reason=dtype.reason,
-        onednn=device == "cpu" and not packed and onednn.is_installed(),
         numba=device == "cpu" and not packed and find_spec("numba") is not None,
     )
 
 
-def load_onednn(why: str = "") -> OneDnn:
+def load_onednn() -> OneDnn:
     """oneDNN, with as many threads as the BLAS.
-
-    `why` is the option that needs its products of bfloat16.
 
     Raises:
         UsageError: this processor does not multiply bfloat16, or the library is not installed.
     """
-    return onednn.load(blas_threads(), cpu_flags(), why)
+    return onednn.load(blas_threads(), cpu_flags())
 
 
 def _load_gpu() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.core.errors import UsageError
-from runtime.machine.onednn import OneDnn, share_cores
+from runtime.machine.onednn import OPTION, OneDnn, share_cores
 
 FASTER = 1.15  # times the rate of float32, from which on `auto` takes bfloat16
 TOKENS, COLUMNS, ROWS = 256, 896, 256  # of a product that is measured: one slice of a small model
@@ -24,7 +24,7 @@ class ComputeDtype:
 
 
 def choose(
-    asked: str, device: str, packed: bool, load_library: Callable[[str], OneDnn] | None
+    asked: str, device: str, packed: bool, load_library: Callable[[], OneDnn] | None
 ) -> ComputeDtype:
     """The type for "float32", "bfloat16" or "auto", which takes bfloat16 where it is faster.
 
@@ -38,15 +38,15 @@ def choose(
     try:
         if device == "gpu":
             raise UsageError(
-                "--compute-dtype bfloat16 is built for processors, not for GPUs, whose values and "
-                "graphs are float32; give float32"
+                f"{OPTION} is built for processors, not for GPUs, whose values and graphs are "
+                "float32; give float32"
             )
         if packed:
             raise UsageError(
-                "--compute-dtype bfloat16 multiplies dequantized tiles; leave out --arithmetic "
-                "packed, or give float32"
+                f"{OPTION} multiplies dequantized tiles; leave out --arithmetic packed, or give "
+                "float32"
             )
-        library = None if load_library is None else load_library("--compute-dtype bfloat16")
+        library = None if load_library is None else load_library()
     except UsageError as problem:
         if asked == "bfloat16":
             raise
@@ -72,18 +72,23 @@ class Rates:
 
 
 def measure(library: OneDnn) -> Rates:
-    """The rates here and now, in some milliseconds."""
+    """The rates here and now, in some milliseconds: of the BLAS, and of oneDNN."""
+    import mlx.core as mx
     import numpy as np
 
-    y = np.zeros((TOKENS, ROWS), np.float32)
-    rates = []
+    x, w, y = (np.ones(shape) for shape in ((TOKENS, COLUMNS), (ROWS, COLUMNS), (TOKENS, ROWS)))
+    floats = mx.array(x), mx.array(w)
+    bits, sums = [values.astype(np.uint16) for values in (x, w)], y.astype(np.float32)
+    share_cores(False)
+    float32 = _rate(lambda: mx.eval(floats[0] @ floats[1].T))
     share_cores(True)
-    for dtype in (np.float32, np.uint16):
-        x, w = np.ones((TOKENS, COLUMNS), dtype), np.ones((ROWS, COLUMNS), dtype)
-        seconds = []
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            library.multiply(x, w.T, y, add=True)
-            seconds.append(time.perf_counter() - began)
-        rates.append(2e-9 * TOKENS * COLUMNS * ROWS / min(seconds))
-    return Rates(*rates)
+    return Rates(float32, _rate(lambda: library.multiply(bits[0], bits[1].T, sums, add=True)))
+
+
+def _rate(multiply: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        multiply()
+        seconds.append(time.perf_counter() - began)
+    return 2e-9 * TOKENS * COLUMNS * ROWS / min(seconds)

@@ -1,9 +1,7 @@
-"""oneDNN: products of matrices, and elementwise functions, by a processor's widest instructions.
+"""oneDNN: products in bfloat16, which no BLAS among our packages multiplies.
 
-Its C API is called on addresses of raw buffers. It multiplies bfloat16, which no BLAS among our
-packages does, and uses all cores where MLX's CPU backend computes one value at a time: to scale
-packed integers, and for activations. The library comes with the extra `onednn`, or from the system
-(Debian's libdnnl3). Its threads are those of OpenMP.
+Its C API is called on addresses of raw buffers. The library comes with the extra `onednn`, or from
+the system (Debian's libdnnl3). Its threads are those of OpenMP.
 """
 
 from __future__ import annotations
@@ -14,23 +12,19 @@ import platform
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from ctypes import byref, c_char, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
-from functools import cache
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import UsageError
 
+OPTION = "--compute-dtype bfloat16"
 LIBRARY, MAJOR = "libdnnl.so.3", 3
 EXTRA = "pip install 'ondevice-tune[onednn]'"
 INSTRUCTIONS = {"avx512_bf16", "amx_bf16"}
 
 DTYPES = {"uint16": 2, "float32": 3, "int8": 5}  # dnnl_data_type_t; of 16 bits are bfloat16
-ACTIVATIONS = {"gelu_tanh": 0x2B, "silu": 0x2C}  # dnnl_alg_kind_t
-MULTIPLIED = 0x1FFF1
-FOR_GRADIENTS, FOR_RESULTS = 64, 96  # dnnl_prop_kind_t
-SOURCE, OTHER, WEIGHTS, TARGET, SCRATCHPAD, SCALES = 1, 2, 33, 17, 80, 4096 | 1  # DNNL_ARG_*
-D_SOURCE, D_TARGET = 129, 145
+SOURCE, WEIGHTS, TARGET, SCRATCHPAD, SCALES = 1, 33, 17, 80, 4096 | 1  # DNNL_ARG_*
 CPU, IN_ORDER, BY_CALLER = 1, 1, 1
 QUERY_SCRATCHPAD = 136
 ALIGNMENT = 64
@@ -69,83 +63,20 @@ class OneDnn:
         self._scratchpad = ctypes.create_string_buffer(ALIGNMENT)
 
     def multiply(self, x: Array, w: Array, y: Array, add: bool) -> None:
-        """y = x w, or with `add` y += x w, for x (T, C), w (C, R) of one type and float32 y (T, R).
+        """y = x w, or with `add` y += x w, of bfloat16 x (T, C), w (C, R) and float32 y (T, R).
 
         Rows or columns of x and w must be contiguous, and the rows of y.
         """
-        if x.dtype.name == "float32":
-            self._multiply_floats(x, w, y, add)
-            return
         arrays = {SOURCE: x, WEIGHTS: w, TARGET: y}
         self._run(("multiply", add), arrays, lambda known: self._product(known, add))
 
-    def _multiply_floats(self, x: Array, w: Array, y: Array, add: bool) -> None:
-        """The same in float32, by code that multiplies every shape and packs what it reads."""
-        (x_order, x_step), (w_order, w_step), (_, y_step) = map(_order, (x, w, y))
-        sizes = (c_int64(size) for size in (*y.shape, x.shape[1]))
-        check(
-            self._library.dnnl_sgemm(
-                *(c_char(x_order), c_char(w_order), *sizes, c_float(1)),
-                *(c_void_p(address(x)), c_int64(x_step), c_void_p(address(w)), c_int64(w_step)),
-                *(c_float(float(add)), c_void_p(address(y)), c_int64(y_step)),
-            )
-        )
-
     def convert(self, source: Array, target: Array) -> None:
-        """Float32 values (T, C) to those of another array, in bfloat16 to the nearest."""
+        """Float32 values (T, C) to the nearest of bfloat16, in another array."""
         self._run(("convert",), {SOURCE: source, TARGET: target}, self._reorder)
 
     def scale(self, codes: Array, scales: Array, target: Array) -> None:
-        """Int8 codes (R, G, n) times float32 scales (R * G,), all contiguous, as (R, G, n)."""
+        """Int8 codes (R, G, n) times float32 scales (R * G,), all contiguous, as bfloat16."""
         self._run(("scale",), {SOURCE: codes, TARGET: target, SCALES: scales}, self._reorder)
-
-    def activate(self, activation: str, x: Array, y: Array) -> None:
-        """y = f(x) for float32 arrays of one shape (N,)."""
-
-        def describe(known: dict[int, c_void_p]) -> c_void_p:
-            return self._activation(activation, FOR_RESULTS, known[SOURCE], known[TARGET])
-
-        self._run(("activate", activation), {SOURCE: x, TARGET: y}, describe)
-
-    def slope(self, activation: str, x: Array, dy: Array, dx: Array) -> None:
-        """dx = f'(x) dy for float32 arrays of one shape (N,); dx may be dy."""
-
-        def describe(known: dict[int, c_void_p]) -> c_void_p:
-            x, dy, dx = (known[index] for index in (SOURCE, D_TARGET, D_SOURCE))
-            forward = self._activation(activation, FOR_GRADIENTS, x, x)
-            descriptor, attributes = c_void_p(), self._attributes()
-            create = self._library.dnnl_eltwise_backward_primitive_desc_create
-            factors = c_float(1), c_float(0)
-            kind = ACTIVATIONS[activation]
-            given = (dx, dy, x, *factors, forward, attributes)
-            check(create(byref(descriptor), self._engine, kind, *given))
-            self._library.dnnl_primitive_attr_destroy(attributes)
-            self._library.dnnl_primitive_desc_destroy(forward)
-            return descriptor
-
-        arrays = {SOURCE: x, D_TARGET: dy, D_SOURCE: dx}
-        self._run(("slope", activation), arrays, describe)
-
-    def times(self, x: Array, factor: Array, y: Array) -> None:
-        """y = x factor for float32 arrays of one shape (N,), where y may be one of both."""
-
-        def describe(known: dict[int, c_void_p]) -> c_void_p:
-            descriptor, attributes = c_void_p(), self._attributes()
-            create = self._library.dnnl_binary_primitive_desc_create
-            given = (known[SOURCE], known[OTHER], known[TARGET], attributes)
-            check(create(byref(descriptor), self._engine, MULTIPLIED, *given))
-            self._library.dnnl_primitive_attr_destroy(attributes)
-            return descriptor
-
-        self._run(("times",), {SOURCE: x, OTHER: factor, TARGET: y}, describe)
-
-    def _activation(self, activation: str, use: int, x: c_void_p, y: c_void_p) -> c_void_p:
-        descriptor, attributes = c_void_p(), self._attributes()
-        create = self._library.dnnl_eltwise_forward_primitive_desc_create
-        given = (use, ACTIVATIONS[activation], x, y, c_float(1), c_float(0), attributes)
-        check(create(byref(descriptor), self._engine, *given))
-        self._library.dnnl_primitive_attr_destroy(attributes)
-        return descriptor
 
     def _product(self, described: dict[int, c_void_p], add: bool) -> c_void_p:
         """What multiplies buffers of these descriptions; the caller must destroy it."""
@@ -263,14 +194,6 @@ class _Call:
         self._library.dnnl_primitive_destroy(self._primitive)
 
 
-def _order(matrix: Array) -> tuple[bytes, int]:
-    """Whether rows of float32 values lie one behind the other or columns do, and how far apart."""
-    (rows, columns), (down, across) = matrix.shape, (each // 4 for each in matrix.strides)
-    if across == 1 or columns == 1:
-        return b"N", max(down if rows > 1 else columns, columns)
-    return b"T", max(across, rows)
-
-
 def address(array: Array) -> int:
     """Where an array's values lie in memory."""
     place: int = array.__array_interface__["data"][0]
@@ -283,42 +206,28 @@ def check(status: int) -> None:
         raise RuntimeError(f"oneDNN refused a call: {status}")
 
 
-def load(threads: int, flags: set[str], why: str = "") -> OneDnn:
+def load(threads: int, flags: set[str]) -> OneDnn:
     """oneDNN with so many threads; loaded once.
-
-    `why` is the option that needs its products of bfloat16, which some processors lack.
 
     Raises:
         UsageError: it cannot be loaded here, or the processor cannot multiply bfloat16.
     """
-    if why and not flags & INSTRUCTIONS and not _elsewhere():
+    if where := _elsewhere():
         raise UsageError(
-            f"{why}: this processor has no products of bfloat16 (AVX512-BF16 or AMX); give float32"
+            f"{OPTION} is built for Linux on x86-64, and this is {where}; give float32"
+        )
+    if not flags & INSTRUCTIONS:
+        raise UsageError(
+            f"{OPTION}: this processor has no products of bfloat16 (AVX512-BF16 or AMX); give "
+            "float32"
         )
     if not _loaded:
-        if where := _elsewhere():
-            raise UsageError(
-                f"{why} is built for Linux on x86-64, and this is {where}; give float32"
-            )
         # read once, when OpenMP's library is loaded
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-        library = _open(why)
+        library = _open()
         ctypes.CDLL("libgomp.so.1").omp_set_num_threads(threads)
         _loaded.append(OneDnn(library, threads))
     return _loaded[0]
-
-
-def is_installed() -> bool:
-    """Whether oneDNN can be loaded here, which another process tries: this one may not need it."""
-    return not _elsewhere() and any(_is_loadable(str(path)) for path in _places() if path.exists())
-
-
-@cache
-def _is_loadable(path: str) -> bool:
-    words = [sys.executable, "-S", "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", path]
-    silent = [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]
-    child = os.posix_spawn(sys.executable, words, os.environ, file_actions=silent)
-    return os.waitpid(child, 0)[1] == 0
 
 
 def loaded() -> OneDnn | None:
@@ -350,7 +259,7 @@ def _places() -> list[Path]:
     return [folder / LIBRARY for folder in (*folders, Path("/usr/lib/x86_64-linux-gnu"))]
 
 
-def _open(why: str) -> ctypes.CDLL:
+def _open() -> ctypes.CDLL:
     tried = []
     for name in (*map(str, filter(Path.exists, _places())), LIBRARY):
         try:
@@ -363,6 +272,4 @@ def _open(why: str) -> ctypes.CDLL:
             if major == MAJOR:
                 return library
             tried.append(f"{name} is oneDNN {major}, not {MAJOR}")
-    raise UsageError(
-        f"{why or 'this plan'} needs oneDNN, which cannot be loaded ({tried[0]}): {EXTRA}"
-    )
+    raise UsageError(f"{OPTION} needs oneDNN, which cannot be loaded ({tried[0]}): {EXTRA}")

@@ -12,7 +12,13 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from runtime.arrays.stored import ITEM_BYTES, Extent, Graph, Matrix, pages
+from runtime.arrays.stored import (
+    ITEM_BYTES,
+    Extent,
+    Graph,
+    Matrix,
+    pages,
+)
 from runtime.core.errors import BundleError
 from runtime.operations.values import F32, Shape, bytes_at, is_parameter
 
@@ -50,8 +56,8 @@ class Execution:
     the head takes at once, `attention_block` how many queries attention takes at once.
     `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
     floating point are multiplied a tile at a time, on every device. Other products are computed in
-    `compute_dtype`, "float32" or "bfloat16", and with `onednn` by that library; with `in_place` one
-    row is multiplied by the packed weights where they lie in the map.
+    `compute_dtype`, "float32" or "bfloat16"; with `in_place` one row is multiplied by the packed
+    weights where they lie in the map.
     """
 
     tables: Tables
@@ -66,7 +72,6 @@ class Execution:
     rank: int = 0  # of adapters
     evaluation: Evaluation = "part"
     compute_dtype: str = "float32"
-    onednn: bool = False
     in_place: bool = False
 
     @property
@@ -86,9 +91,8 @@ class Execution:
     def dequantizing_bytes(self, matrix: Matrix, values: int) -> int:
         """Bytes in memory while a tile of `values` values is dequantized.
 
-        These are the words, the flipped and the masked words, the integer codes, the results, and
-        the scales; for 4 bits also the scales divided by 16, for even and for odd columns. Values
-        in floating point are in memory beside those of another type into which they are converted.
+        These are the words, the codes of 8 bits, the results, and the scales, twice. Values in
+        floating point are in memory beside those of another type into which they are converted.
         """
         values = min(values, matrix.rows * matrix.columns)
         ready = self.tile_bytes(matrix, values)
@@ -100,8 +104,8 @@ class Execution:
             return ready + values * matrix.bits // 8 + by_way_of
         if self.packed:
             return ready
-        scales = (3 if matrix.bits == 4 else 1) * _per_group(matrix, values)
-        return 3 * values * matrix.bits // 8 + scales + ready
+        scales = 2 * _per_group(matrix, values)
+        return values * matrix.bits // 8 + scales + values + ready
 
     def tile_bytes(self, matrix: Matrix, values: int) -> int:
         """Bytes of a tile that can be multiplied: words, scales and biases, or values and shift."""

@@ -86,21 +86,20 @@ class Experts(Function, frozen=True):
         chosen = int(call.values[self.inputs[2]][-1])
         width, tokens = self.width(call.tensor, execution), self.tokens_at_once(call.tokens, chosen)
         inputs, value = tokens * gate.columns * F32, tokens * width * F32
+        taken = inputs + execution.rounded_bytes(tokens * gate.columns)
         outputs = tokens * down.rows * F32
-        kinds = 1 if (gate.bits, gate.group_size) == (up.bits, up.group_size) else 2
         routes = call.tokens * chosen * ROUTE_BYTES
         of_down = tile_most(down, down.rows * width, execution)
         if not call.backward:
             of_gate = max(tile_most(one, width * one.columns, execution) for one in (gate, up))
             count = call.lanes
-            summed = count * ((1 + kinds) * inputs + outputs + routes)
+            summed = count * (taken + outputs + routes)
             activated = (2 * count + 1) * value + SCRATCH_BYTES
             multiplied = max(2 * count * value + of_gate, (count + 1) * value + of_down)
             return summed + max(activated, multiplied, 2 * outputs)
         held = sum(execution.tile_bytes(one, width * one.columns) for one in (gate, up))
         held += max(3 * value + of_down, 5 * value + SCRATCH_BYTES)
-        sums = kinds * inputs
-        return (1 + kinds) * inputs + outputs + routes + sums + max(held, 3 * inputs)
+        return taken + outputs + routes + inputs + max(held, 3 * inputs)
 
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
         """One expert's, of which each is an evaluation: its matrices, and all slices' values."""

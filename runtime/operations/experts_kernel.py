@@ -180,12 +180,6 @@ class _Expert:
         for start in range(0, columns, self.width):
             yield start, min(columns, start + self.width)
 
-    def _inputs(self, x: mx.array) -> list[Input]:
-        """x (n, C) as the tiles of gate and up take it."""
-        given = self.matrices.input(x, self.gate)
-        alike = (self.gate.bits, self.gate.is_float) == (self.up.bits, self.up.is_float)
-        return [given, given if alike else self.matrices.input(x, self.up)]
-
     def _product(self, tile: ReadyTile, given: Input) -> mx.array:
         y = tile.transposed_product(given)
         self.tools.arrays.settle(y)
@@ -194,21 +188,21 @@ class _Expert:
     def forward(self, xs: list[mx.array]) -> list[mx.array]:
         """y (n, D) of every x (n, C), not weighed; `xs` is emptied."""
         self.tools.arrays.settle(xs)
-        inputs = [self._inputs(x) for x in xs]
+        inputs = [self.matrices.input(x) for x in xs]
         ys = [mx.zeros((x.shape[0], self.down.rows)) for x in xs]
         xs.clear()
         self.tools.arrays.settle(ys)
         for start, stop in self._slices():
             products: list[list[mx.array]] = [[] for _ in ys]
-            for at, matrix in enumerate((self.gate, self.up)):
+            for matrix in (self.gate, self.up):
                 tile = self.matrices.part(matrix, start, stop)
                 for given, made in zip(inputs, products, strict=True):
-                    made.append(self._product(tile, given[at]))
+                    made.append(self._product(tile, given))
                 del tile
             activated = [gated_by(self._device, self.activation, *products.pop(0)) for _ in inputs]
             tile = self.matrices.part(self.down, start, stop, by_columns=True)
             for _ in inputs:
-                given_down = self.matrices.input(activated.pop(0), self.down)
+                given_down = self.matrices.input(activated.pop(0))
                 ys.append(tile.transposed_product(given_down, ys.pop(0)))
                 self.tools.arrays.settle(ys[-1])
                 del given_down
@@ -220,29 +214,25 @@ class _Expert:
     ) -> tuple[mx.array, mx.array | None]:
         """dw (n,) and, if it is wanted, dx (n, C) of x, w (n,) and dy (n, D)."""
         self.tools.arrays.settle(x, w, dy)
-        dw, sums = mx.zeros(w.shape), [RowSum(self.tools.arrays) for _ in range(2)]
-        given, into = self._inputs(x), (self.gate, self.up)
-        same = self.gate.group_size == self.up.group_size and given[0] is given[1]
-        given_dy = self.matrices.for_rows(dy)
+        dw, dx = mx.zeros(w.shape), RowSum(self.tools.arrays)
+        given, into = self.matrices.input(x), (self.gate, self.up)
+        given_dy = self.matrices.input(dy)
         del x, dy
         for start, stop in self._slices():
             tiles = [self.matrices.part(matrix, start, stop) for matrix in into]
-            g, u = map(self._product, tiles, given)
+            g, u = (self._product(tile, given) for tile in tiles)
             total = RowSum(self.tools.arrays)
             total.add(given_dy, self.matrices.part(self.down, start, stop, by_columns=True))
-            b = total.result(self.down, self.matrices.products)
+            b = total.result()
             dw = dw + (gated_by(self._device, self.activation, g, u) * b).sum(axis=-1)
             self.tools.arrays.settle(dw)
             b = b * w[:, None]
             self.tools.arrays.settle(b)
             d_products = [*gated_vjp_by(self._device, self.activation, g, u, b)]
             del g, u, b
-            for at in range(2):
+            while tiles:
                 d_product, tile = d_products.pop(0), tiles.pop(0)
                 if wanted:
-                    sums[0 if same else at].add(self.matrices.for_rows(d_product), tile)
+                    dx.add(self.matrices.input(d_product), tile)
                 del d_product, tile
-        if not wanted:
-            return dw, None
-        dx = sums[0].result(self.gate, self.matrices.products)
-        return dw, dx if same else dx + sums[1].result(self.up, self.matrices.products)
+        return dw, dx.result() if wanted else None

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from runtime.arrays.arrays import quiet, view
 from runtime.arrays.values import Gradients, Loras, Values
-from runtime.machine.onednn import OneDnn
 from runtime.operations.gated import CHUNK_VALUES, Gated
 from runtime.operations.kernel import Run, Tools
 
@@ -26,25 +25,18 @@ _GELU = 2 * math.sqrt(2 / math.pi)
 CURVES = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU)}
 """By activation what z(g) = first * g + second * g**3 takes; first is 1 where second is 0."""
 
-PIECES = (CHUNK_VALUES, 2048, 128, 8, 1)
-
 Floats = npt.NDArray[np.float32]
 
 
-def gated(activation: str, gate: mx.array, up: mx.array, by: OneDnn | None = None) -> mx.array:
-    """f(gate) * up, evaluated, of float32 arrays of one shape; by NumPy, or by oneDNN."""
+def gated(activation: str, gate: mx.array, up: mx.array) -> mx.array:
+    """f(gate) * up, evaluated, of float32 arrays of one shape."""
     (y,) = _made(gate, 1)
-    _gate(activation, gate, up, y, by)
+    _gate(activation, gate, up, y)
     return y
 
 
 @quiet
-def _gate(activation: str, gate: mx.array, up: mx.array, y: mx.array, by: OneDnn | None) -> None:
-    if by is not None:
-        for g, u, part in _pieces(gate, up, y):
-            by.activate(activation, g, part)
-            by.times(part, u, part)
-        return
+def _gate(activation: str, gate: mx.array, up: mx.array, y: mx.array) -> None:
     for g, u, part, s, t in _chunks(gate, up, y):
         _logistic(activation, g, s, t)
         np.multiply(g, s, out=part)
@@ -52,11 +44,11 @@ def _gate(activation: str, gate: mx.array, up: mx.array, y: mx.array, by: OneDnn
 
 
 def gated_vjp(
-    activation: str, gate: mx.array, up: mx.array, dy: mx.array, by: OneDnn | None = None
+    activation: str, gate: mx.array, up: mx.array, dy: mx.array
 ) -> tuple[mx.array, mx.array]:
     """The gradients of gate and up, evaluated, from that of f(gate) * up."""
     d_gate, d_up = _made(gate, 2)
-    _gate_vjp(activation, gate, up, dy, d_gate, d_up, by)
+    _gate_vjp(activation, gate, up, dy, d_gate, d_up)
     return d_gate, d_up
 
 
@@ -68,16 +60,8 @@ def _gate_vjp(
     dy: mx.array,
     d_gate: mx.array,
     d_up: mx.array,
-    by: OneDnn | None,
 ) -> None:
     first, second = CURVES[activation]
-    if by is not None:
-        for g, u, d, dg, du in _pieces(gate, up, dy, d_gate, d_up):
-            by.activate(activation, g, du)
-            by.times(du, d, du)
-            by.times(u, d, dg)
-            by.slope(activation, g, dg, dg)
-        return
     for g, u, d, dg, du, s, t in _chunks(gate, up, dy, d_gate, d_up):
         _logistic(activation, g, s, t)
         np.multiply(g, s, out=du)  # f(g)
@@ -134,16 +118,6 @@ def _made(like: mx.array, count: int) -> list[mx.array]:
     return made
 
 
-def _pieces(*arrays: mx.array) -> Iterator[tuple[Floats, ...]]:
-    """The same piece of each array, of few sizes: oneDNN keeps code for each of them."""
-    flat = [view(array).reshape(-1) for array in arrays]
-    start = 0
-    for size in PIECES:
-        while start + size <= flat[0].size:
-            yield tuple(values[start : start + size] for values in flat)
-            start += size
-
-
 def _chunks(*arrays: mx.array) -> Iterator[tuple[Floats, ...]]:
     """The same chunk of each array, where it lies, and two of scratch."""
     flat = [view(array).reshape(-1) for array in arrays]
@@ -163,14 +137,12 @@ class GatedKernel:
         operation = run.operation(Gated)
         for values in lanes:
             gate, up = (values[name] for name in operation.inputs)
-            values[operation.outputs[0]] = gated(
-                operation.activation, gate, up, self.tools.arrays.library
-            )
+            values[operation.outputs[0]] = gated(operation.activation, gate, up)
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
         operation = run.operation(Gated)
         gate, up = (values[name] for name in operation.inputs)
         dy = values[f"~{operation.outputs[0]}"]
-        d_inputs = gated_vjp(operation.activation, gate, up, dy, self.tools.arrays.library)
+        d_inputs = gated_vjp(operation.activation, gate, up, dy)
         results = dict(zip(operation.inputs, d_inputs, strict=True))
         return {name: results[name] for name in run.instruction.wanted}

@@ -59,16 +59,15 @@ class Head(Operation, frozen=True):
             return self._evaluated_bytes(h, call, execution)
         matrix = execution.tables.matrices[self.matrix]
         gradient = h if call.backward else 0
-        # h, its halves as they are multiplied, and the rows of the targets
-        waiting = call.lanes * (2 * h + h * execution.factor_bytes // F32)
+        # h, also as it is multiplied, and the rows of the targets
+        waiting = call.lanes * (2 * h + execution.rounded_bytes(h // F32))
         values = execution.chunk_rows * matrix.columns
         dequantizing = execution.dequantizing_bytes(matrix, values)
         scoring = scoring_bytes(matrix, execution) + self._slope_bytes(call, execution)
-        joined = gradient  # of its halves, after the last chunk is freed
         waiting += matrix.rows * F32 if self.bias else 0
         if call.backward:
             scoring += execution.rounded_bytes(logits_bytes(execution) // F32)
-        return waiting + gradient + max(dequantizing, scoring, joined)
+        return waiting + gradient + max(dequantizing, scoring)
 
     def _slope_bytes(self, call: Call, execution: Execution) -> int:
         """The slopes of capped logits, which stay until the exponentials are multiplied by them."""

@@ -79,7 +79,7 @@ class _Lane:
             p = self.arrays.times(p, slope)
             del slope
         if gradient:
-            self.weighted.add(Input.for_rows(p, chunk.products), chunk, fade)
+            self.weighted.add(Input.of(p, chunk.products), chunk, fade)
         self.arrays.settle(self.best, self.total)
 
     @property
@@ -88,7 +88,7 @@ class _Lane:
         state = [self.best, self.total, *self.weighted.parts]
         return state if self.predicted is None else [*state, self.predicted]
 
-    def result(self, gradient: bool, matrix: Matrix, products: Products) -> HeadResult:
+    def result(self, gradient: bool, products: Products) -> HeadResult:
         scores = row_sums(products.rounded(self.given.x) * self.chosen)[:, 0]
         target_logit = self.shaping.of_rows(scores, self.targets, self.arrays)[:, None]
         loss = (self.best + mx.log(self.total) - target_logit)[:, 0]
@@ -96,7 +96,7 @@ class _Lane:
         if gradient:
             slope = self.shaping.slope(target_logit, self.arrays)
             chosen = self.chosen if slope is None else self.chosen * slope
-            dh = self.weighted.result(matrix, products) / self.total - chosen
+            dh = self.weighted.result() / self.total - chosen
             self.arrays.settle(dh)
         self.arrays.settle(loss)
         return HeadResult(loss, self.predicted, dh)
@@ -139,7 +139,7 @@ class HeadKernel:
                 del chunk
             arrays.finish([lane.state for lane in lanes])
         products = self.matrices.products
-        results = [lane.result(gradient, matrix, products) for lane in lanes]
+        results = [lane.result(gradient, products) for lane in lanes]
         arrays.finish([[result.loss, result.dh] for result in results])
         return results
 
@@ -156,7 +156,7 @@ class HeadKernel:
         arrays = self.matrices.arrays
         chosen = self.matrices.products.rounded(self.matrices.rows(matrix, targets, move))
         return _Lane(
-            self.matrices.input(h, matrix),
+            self.matrices.input(h),
             chosen,
             mx.full((count, 1), -mx.inf),
             mx.zeros((count, 1)),

@@ -117,7 +117,7 @@ class Linear(Operation, frozen=True):
 
 
 def _forward(relative: str, call: Call, execution: Execution) -> int:
-    """Bytes of the split inputs, and of a tile while it is dequantized or multiplied.
+    """Bytes of the rounded inputs, and of a tile while it is dequantized or multiplied.
 
     After that, or if larger, those of an input with values dropped, and its mask.
     """
@@ -130,14 +130,14 @@ def _forward(relative: str, call: Call, execution: Execution) -> int:
     tile = max(execution.dequantizing_bytes(matrix, values), multiplied)
     inputs = call.tokens * matrix.columns
     dropped = inputs * (MASK + F32) if relative in call.dropped else 0
-    return max(call.lanes * inputs * execution.factor_bytes + tile, dropped)
+    return max(execution.rounded_bytes(call.lanes * inputs) + tile, dropped)
 
 
 def _forward_columns(relative: str, call: Call, execution: Execution) -> int:
     """The same where a tile is columns of the matrix: one lane's part of the input at a time."""
     name = call.tensor(relative)
     matrix, width = execution.tables.matrices[name], execution.tile_columns[name]
-    part = call.tokens * width * (F32 + execution.factor_bytes)  # a copy, and as a tile takes it
+    part = call.tokens * width * F32 + execution.rounded_bytes(call.tokens * width)  # copied
     tile = execution.dequantizing_bytes(matrix, matrix.rows * width)
     inputs = call.tokens * matrix.columns
     dropped = inputs * (MASK + F32) if relative in call.dropped else 0
@@ -145,7 +145,7 @@ def _forward_columns(relative: str, call: Call, execution: Execution) -> int:
 
 
 def _backward(relative: str, call: Call, execution: Execution) -> int:
-    """Bytes of a tile and its part of dy, also rounded; or, if larger, of the two halves of dx.
+    """Bytes of a tile and its part of dy, also rounded.
 
     With dropout also those of the mask, or if larger, of the adapter's part of dx.
     """
@@ -154,14 +154,14 @@ def _backward(relative: str, call: Call, execution: Execution) -> int:
     inputs = call.tokens * matrix.columns
     if name in execution.tile_columns:
         width = execution.tile_columns[name]
-        part = 2 * call.tokens * width * F32  # in halves, and joined
+        part = call.tokens * width * F32
         part += execution.rounded_bytes(call.tokens * matrix.rows)
         most = part + execution.dequantizing_bytes(matrix, matrix.rows * width)
         return most + inputs * MASK if relative in call.dropped else most
     tile = execution.dequantizing_bytes(matrix, rows * matrix.columns)
     tile += execution.rounded_bytes(call.tokens * rows)
-    most = max(tile + _part(matrix, rows, call.tokens), inputs * F32)
-    return most + inputs * MASK if relative in call.dropped else most
+    most = tile + _part(matrix, rows, call.tokens)
+    return max(most, inputs * F32) + inputs * MASK if relative in call.dropped else most
 
 
 def _allocated(linear: Product, call: Call, execution: Execution) -> int:

@@ -60,7 +60,7 @@ class LoraProducts:
                     lora.observer(x)
                 given = self.dropped(x, self.mask(x, lora))
                 through_a = self.through_a(given, lora)
-                y = self.matrices.arrays.add_matmul(y, through_a, lora.b)
+                y = mx.addmm(y, through_a, lora.b)
                 del given
             self.matrices.arrays.settle(y)
             results.append(y)
@@ -79,7 +79,7 @@ class LoraProducts:
             return [y]
         if matrices.by_columns(matrix):
             return self._sums(xs, matrix)
-        inputs = [matrices.input(x, matrix) for x in xs]
+        inputs = [matrices.input(x) for x in xs]
         if len(list(matrices.ranges(matrix))) == 1:
             whole: dict[int, mx.array] = {}
             for tile, lanes in matrices.as_seen(matrix, 0, matrix.rows, moves):
@@ -105,21 +105,20 @@ class LoraProducts:
         for start, stop in matrices.ranges(matrix):
             tile = matrices.tile(matrix, start, stop)
             for x in xs:
-                part = arrays.contiguous(x, (slice(None), slice(start, stop)))
-                given = matrices.input(part, matrix)
+                given = matrices.input(x, slice(start, stop))
                 outputs.append(tile.transposed_product(given, outputs.pop(0)))
-                del part, given
+                del given
                 arrays.settle(outputs[-1])
             del tile
         return outputs
 
     def through_a(self, x: mx.array, lora: Lora) -> mx.array:
         """s (x A) (T, r) for x (T, C)."""
-        return self.matrices.arrays.matmul(x, lora.a, lora.scale)
+        return (x @ lora.a) * lora.scale
 
     def through_b(self, dy: mx.array, lora: Lora) -> mx.array:
         """s (dy B^T) (T, r) for dy (T, R), which dA and dx both use."""
-        return self.matrices.arrays.matmul(dy, lora.b.T, lora.scale)
+        return (dy @ lora.b.T) * lora.scale
 
     def backward_input(self, dy: mx.array, matrix: Matrix) -> mx.array:
         """dy W (T, C) for dy (T, R): dx without the adapter's part."""
@@ -129,13 +128,13 @@ class LoraProducts:
         total = RowSum(matrices.arrays)
         for start, stop in matrices.ranges(matrix):
             rows = None if stop - start == matrix.rows else slice(start, stop)
-            total.add(matrices.for_rows(dy, rows), matrices.tile(matrix, start, stop))
-        return total.result(matrix, matrices.products)
+            total.add(matrices.input(dy, rows), matrices.tile(matrix, start, stop))
+        return total.result()
 
     def _input_columns(self, dy: mx.array, matrix: Matrix) -> mx.array:
         """dy W (T, C), where tiles are columns of W."""
         matrices, arrays = self.matrices, self.matrices.arrays
-        dx, given = mx.zeros((dy.shape[0], matrix.columns)), matrices.for_rows(dy)
+        dx, given = mx.zeros((dy.shape[0], matrix.columns)), matrices.input(dy)
         arrays.settle(dx)
         for start, stop in matrices.ranges(matrix):
             part = self.input_part(given, matrix, start, stop)
@@ -147,14 +146,14 @@ class LoraProducts:
         """Columns start:stop of dy W (T, C), where these are a tile of W."""
         total = RowSum(self.matrices.arrays)
         total.add(dy, self.matrices.tile(matrix, start, stop))
-        return total.result(matrix, self.matrices.products)
+        return total.result()
 
     def add_lora_input(
         self, dx: mx.array, lora: Lora, dy_b: mx.array, mask: DropoutMask | None = None
     ) -> mx.array:
         """dx with the adapter's part added, which follows from `through_b`."""
         if mask is None:
-            return self.matrices.arrays.add_matmul(dx, dy_b, lora.a.T)
+            return mx.addmm(dx, dy_b, lora.a.T)
         return dx + mask(dy_b @ lora.a.T)
 
     def backward_lora(
@@ -162,13 +161,13 @@ class LoraProducts:
     ) -> tuple[mx.array, mx.array]:
         """dA (C, r) and dB (r, R) for x (T, C), dy (T, R) and its `through_b`."""
         x = self.dropped(x, mask)
-        db = self.matrices.arrays.matmul(self.through_a(x, lora).T, dy)
+        db = self.through_a(x, lora).T @ dy
         return self.backward_a(x, dy_b), db
 
     def backward_a(self, x: mx.array, dy_b: mx.array) -> mx.array:
         """dA (C, r) for an input (T, C) of which values have been dropped, and its `through_b`."""
         # not x^T (T, r): threads of a BLAS would pack all of x between them
-        return mx.contiguous(self.matrices.arrays.matmul(dy_b.T, x).T)
+        return mx.contiguous((dy_b.T @ x).T)
 
     def mask(self, x: mx.array, lora: Lora) -> DropoutMask | None:
         """Which values of the input x (T, C) are dropped, evaluated; None without dropout."""

@@ -48,7 +48,7 @@ class Logits(Operation, frozen=True):
         return (self.matrix,)
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
-        """The hidden state and its halves, all logits, and a tile with its own, or a choice."""
+        """The hidden state, all logits, and a tile with its own, or a choice."""
         matrix = execution.tables.matrices[self.matrix]
         values = execution.tile_rows[self.matrix] * matrix.columns
         _, multiplied = self.streamed(execution)

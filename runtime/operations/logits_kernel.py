@@ -58,7 +58,7 @@ class LogitsKernel:
         if whole is not None:
             shaped = shaping.of_tile(whole, 0, self.matrices.arrays)
             return view(shaped).reshape(matrix.rows)
-        given = self.matrices.input(h, matrix)
+        given = self.matrices.input(h)
         logits = np.empty(matrix.rows, np.float32)
         for start, stop in self.matrices.ranges(matrix):
             part = self.matrices.tile(matrix, start, stop).transposed_product(given)

@@ -77,9 +77,8 @@ class SlicedMlp(Function, frozen=True):
         (down,) = (tables[name] for name in self.down.matrices(call.tensor))
         tokens = tokens_at_once(call.tokens)
         inputs, value = tokens * gate.columns * F32, tokens * width * F32
-        kinds = 1 if (gate.bits, gate.group_size) == (up.bits, up.group_size) else 2
-        given = tokens * gate.columns * execution.factor_bytes
-        summed = kinds * given + RANKS * tokens * execution.rank * F32
+        given = execution.rounded_bytes(tokens * gate.columns)
+        summed = given + RANKS * tokens * execution.rank * F32
         if tokens < call.tokens:
             summed += tokens * down.rows * F32  # the part of the result
         of_down = tile_most(down, down.rows * width, execution)
@@ -91,7 +90,7 @@ class SlicedMlp(Function, frozen=True):
 
             def lanes(count: int) -> int:
                 activated = (2 * count + 1) * value + SCRATCH_BYTES
-                taken = tokens * width * execution.factor_bytes
+                taken = execution.rounded_bytes(tokens * width)
                 multiplied = max(2 * count * value + of_gate, count * value + taken + of_down)
                 return count * summed + max(activated, multiplied)
 
@@ -101,9 +100,8 @@ class SlicedMlp(Function, frozen=True):
         held = sum(execution.tile_bytes(matrix, width * matrix.columns) for matrix in (gate, up))
         held += max(3 * value + of_down, 5 * value + SCRATCH_BYTES)
         held += execution.rounded_bytes(tokens * (down.rows + width))  # of dy, and of a slice's
-        sums = kinds * inputs if call.wanted else 0  # in place of the result, until they are joined
-        in_place = inputs if call.wanted and tokens == call.tokens else 0
-        return summed + max(held + sums - in_place, sums)
+        part = inputs if call.wanted and tokens < call.tokens else 0  # of the result
+        return summed + held + part
 
     def width(self, tensor: Callable[[str], str], execution: Execution) -> int:
         """How many columns of its width it takes at once."""

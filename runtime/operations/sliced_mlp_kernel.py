@@ -32,8 +32,6 @@ from runtime.operations.linear_kernel import LoraProducts
 from runtime.operations.sliced_mlp import MOST_TOKENS, SlicedMlp, token_parts
 from runtime.operations.values import gradient_of
 
-Kind = tuple[int, bool, int]  # matrices of one kind take inputs in one form
-
 
 @dataclass
 class _IntoAdapter:
@@ -49,10 +47,10 @@ class _IntoAdapter:
         """Take in the gradient dg (T, w) of a slice's values."""
         if self.d_b is None:
             self.d_b = mx.zeros(self.lora.b.shape)
-        through_b = arrays.matmul(dg, self.lora.b[:, columns].T, self.lora.scale)
+        through_b = (dg @ self.lora.b[:, columns].T) * self.lora.scale
         self.through_b = arrays.sum(self.through_b, through_b)
         arrays.settle(self.through_b, self.d_b)
-        arrays.put(self.d_b, (slice(None), columns), arrays.matmul(self.through_a.T, dg))
+        arrays.put(self.d_b, (slice(None), columns), self.through_a.T @ dg)
 
 
 @dataclass
@@ -69,7 +67,7 @@ class _Into:
         if self.bias is not None:
             y = arrays.sum(y, self.bias[columns])
         if self.adapter is not None:
-            y = arrays.add_matmul(y, self.adapter.through_a, self.adapter.lora.b[:, columns])
+            y = mx.addmm(y, self.adapter.through_a, self.adapter.lora.b[:, columns])
         arrays.settle(y)
         return y
 
@@ -85,7 +83,7 @@ class _DownAdapter:
         """Add drop(a) A_s; returns drop(a)."""
         mask = self.mask(a, columns)
         a = a if mask is None else mask(a)
-        self.through_a = arrays.add_matmul(self.through_a, a, self.lora.a[columns])
+        self.through_a = mx.addmm(self.through_a, a, self.lora.a[columns])
         arrays.settle(self.through_a, a)
         return a
 
@@ -140,7 +138,7 @@ class SlicedMlpKernel:
             tile = matrices.tile(mlp.down, start, stop)
             for lane, adapter in enumerate(downs):
                 a = activated.pop(0)
-                given = matrices.input(a, mlp.down)
+                given = matrices.input(a)
                 ys.append(tile.transposed_product(given, ys.pop(0)))
                 arrays.settle(ys[-1])
                 if adapter is not None:
@@ -179,7 +177,7 @@ class SlicedMlpKernel:
         """dx (T, C) of x (T, C) and dy (T, D), if it is wanted; adds to the gradients."""
         wanted, arrays, matrices = bool(mlp.run.instruction.wanted), mlp.tools.arrays, mlp.matrices
         into, down = mlp.into(x, loras), _DownBackward.of(mlp, dy, loras)
-        sums = {_kind(matrix): RowSum(arrays) for matrix in mlp.gate_up}
+        dx = RowSum(arrays)
         for start, stop in matrices.ranges(mlp.down):
             columns = slice(start, stop)
             tiles = [matrices.tile(matrix, start, stop) for matrix in mlp.gate_up]
@@ -189,17 +187,17 @@ class SlicedMlpKernel:
             if down.adapter is not None:
                 down.add(mlp.gated([*products]), columns)
             d_products = mlp.gated_vjp(products, down.input_gradient(columns))
-            for each, matrix in zip(into, mlp.gate_up, strict=True):
+            for each in into:
                 d_product, tile = d_products.pop(0), tiles.pop(0)
                 if each.adapter is not None:
                     each.adapter.backward(d_product, columns, arrays)
                 if wanted:
-                    sums[_kind(matrix)].add(matrices.for_rows(d_product), tile)
+                    dx.add(matrices.input(d_product), tile)
                 del d_product, tile
         down.finish(gradients)
         del dy, down
         mlp.finish_adapters(x, into, gradients)
-        return mlp.finished_input(into, sums) if wanted else None
+        return mlp.finished_input(into, dx.result()) if wanted else None
 
 
 @dataclass
@@ -239,14 +237,10 @@ class _Mlp:
 
     def into(self, x: mx.array, loras: Loras) -> list[_Into]:
         """The products of x (T, C) with gate and up, of which nothing is computed yet."""
-        given: dict[Kind, Input] = {}
-        made = []
-        for product, matrix in zip(self.into_products, self.gate_up, strict=True):
-            kind = _kind(matrix)
-            if kind not in given:
-                given[kind] = self.tools.matrices.input(x, matrix)
+        given, made = self.tools.matrices.input(x), []
+        for product in self.into_products:
             adapter = self._into_adapter(x, loras.get(product.name))
-            made.append(_Into(given[kind], self._bias(product, loras), adapter))
+            made.append(_Into(given, self._bias(product, loras), adapter))
         return made
 
     def _into_adapter(self, x: mx.array, lora: Lora | None) -> _IntoAdapter | None:
@@ -279,14 +273,13 @@ class _Mlp:
         """a (T, w) of a slice's gate and up, which are consumed."""
         gate, up = products
         products.clear()
-        return gated(self.operation.gated.activation, gate, up, self.tools.arrays.library)
+        return gated(self.operation.gated.activation, gate, up)
 
     def gated_vjp(self, products: list[mx.array], da: mx.array) -> list[mx.array]:
         """The gradients (T, w) of a slice's gate and up, which are consumed."""
         gate, up = products
         products.clear()
-        library = self.tools.arrays.library
-        return [*gated_vjp(self.operation.gated.activation, gate, up, da, library)]
+        return [*gated_vjp(self.operation.gated.activation, gate, up, da)]
 
     def finished(
         self,
@@ -303,7 +296,7 @@ class _Mlp:
             if adapter.lora.observer is not None and observed is not None:
                 adapter.lora.observer(observed)
             through_a = adapter.through_a * adapter.lora.scale
-            y = self.tools.arrays.add_matmul(y, through_a, adapter.lora.b)
+            y = mx.addmm(y, through_a, adapter.lora.b)
         self.tools.arrays.settle(y)
         return y
 
@@ -319,14 +312,8 @@ class _Mlp:
             adapter.d_b = None
             accumulate(gradients, {product.name: pair}, self.tools.arrays)
 
-    def finished_input(self, into: Sequence[_Into], sums: dict[Kind, RowSum]) -> mx.array:
+    def finished_input(self, into: Sequence[_Into], dx: mx.array) -> mx.array:
         """dx (T, C) with the parts of the adapters of gate and up."""
-        of_kind = {_kind(matrix): matrix for matrix in self.gate_up}
-        (kind, first), *others = sums.items()
-        dx = first.result(of_kind[kind], self.matrices.products)
-        for kind, other in others:
-            more = other.result(of_kind[kind], self.matrices.products)
-            dx = self.tools.arrays.sum(dx, more)
         for each in into:
             if (adapter := each.adapter) is not None:
                 self.tools.arrays.settle(dx)
@@ -352,7 +339,7 @@ class _DownBackward:
 
     @classmethod
     def of(cls, mlp: _Mlp, dy: mx.array, loras: Loras) -> _DownBackward:
-        adapter, given = mlp.down_adapter(dy.shape[0], loras), mlp.matrices.for_rows(dy)
+        adapter, given = mlp.down_adapter(dy.shape[0], loras), mlp.matrices.input(dy)
         if adapter is None:
             return cls(mlp, given, None)
         through_b = mlp.linear.through_b(dy, adapter.lora)
@@ -365,7 +352,7 @@ class _DownBackward:
         assert self.adapter is not None and self.through_b is not None and self.d_a is not None
         arrays = self.mlp.tools.arrays
         dropped = self.adapter.add(a, columns, arrays)
-        arrays.put(self.d_a, columns, arrays.matmul(self.through_b.T, dropped).T)
+        arrays.put(self.d_a, columns, (self.through_b.T @ dropped).T)
 
     def input_gradient(self, columns: slice) -> mx.array:
         """The gradient (T, w) of a slice's values, evaluated."""
@@ -383,14 +370,10 @@ class _DownBackward:
         if self.adapter is None or self.d_a is None:
             return
         through_a = self.adapter.through_a * self.adapter.lora.scale
-        d_b = self.mlp.tools.arrays.matmul(through_a.T, self.dy.x)
+        d_b = through_a.T @ self.dy.x
         pair, self.d_a = (self.d_a, d_b), None
         self.mlp.tools.arrays.settle(pair)
         accumulate(gradients, {self.mlp.down_product.name: pair}, self.mlp.tools.arrays)
-
-
-def _kind(matrix: Matrix) -> Kind:
-    return matrix.bits, matrix.is_float, matrix.group_size
 
 
 def _after(loras: Loras, tokens: int) -> Loras:

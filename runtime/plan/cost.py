@@ -15,7 +15,6 @@ from runtime.plan.lower import LoweredBlock, LoweredModel
 OPERATION_S = 1 / 290e9  # of a product
 EDGE = 20  # a product with n rows, columns or tokens takes as long as one with n + EDGE
 DEQUANTIZED_S = 0.9e-9  # a value
-BY_ONEDNN_S = 0.4e-9  # the same
 READ_S = 0.35e-9  # a byte
 TILE_S = 150e-6  # what waits between the products with two tiles
 QUERIES_S = 800e-6  # the same of a block of queries, forward or backward
@@ -39,7 +38,7 @@ def seconds(
             total += _product_seconds(execution.bucket, height, width, products) * (
                 matrix.rows * matrix.columns / (height * width)
             )
-            total += 0.0 if stays else _loading_seconds(matrix, execution) / lanes
+            total += 0.0 if stays else _loading_seconds(matrix) / lanes
     blocks = -(-execution.bucket // execution.attention_block)
     total += len(layers) * blocks * QUERIES_S * (2 if backward else 1)
     return total + _head_seconds(model, backward, lanes)
@@ -71,7 +70,7 @@ def _head_seconds(model: LoweredModel, backward: bool, lanes: int) -> float:
         matrix = execution.tables.matrices[name]
         height = min(matrix.rows, execution.chunk_rows)
         chunk = _product_seconds(execution.bucket, height, matrix.columns, 2 if backward else 1)
-        total += chunk * matrix.rows / height + _loading_seconds(matrix, execution) / lanes
+        total += chunk * matrix.rows / height + _loading_seconds(matrix) / lanes
     return total
 
 
@@ -81,6 +80,5 @@ def _product_seconds(tokens: int, height: int, width: int, products: float) -> f
     return products * operations * OPERATION_S + TILE_S
 
 
-def _loading_seconds(matrix: Matrix, execution: Execution) -> float:
-    value_s = BY_ONEDNN_S if execution.onednn else DEQUANTIZED_S
-    return matrix.rows * matrix.columns * value_s + matrix.nbytes * READ_S
+def _loading_seconds(matrix: Matrix) -> float:
+    return matrix.rows * matrix.columns * DEQUANTIZED_S + matrix.nbytes * READ_S

@@ -35,9 +35,8 @@ class Sizes:
     With `materialize_blocks`, dequantized weights stay until their block is done. `chunk_rows` is
     how many rows of the vocabulary the head takes at once, 0 for as many as `tile_values` allows.
     `cache_bytes` limits MLX's own cache, where it has one. On a GPU a block's forward or backward,
-    or each operation in it, can be one `evaluation`. With `onednn` that library multiplies, as it
-    always does in bfloat16. With `in_place` a token that is decoded is multiplied by the weights
-    where they lie.
+    or each operation in it, can be one `evaluation`. With `in_place` a token that is decoded is
+    multiplied by the weights where they lie.
     """
 
     tile_values: int
@@ -48,7 +47,6 @@ class Sizes:
     keeps_mlps: bool = True
     chunk_rows: int = 0
     evaluation: Evaluation = "part"
-    onednn: bool = False
     in_place: bool = False
 
 
@@ -166,7 +164,6 @@ def lower(
         manifest.lora.rank,
         sizes.evaluation,
         compute_dtype,
-        sizes.onednn or compute_dtype == "bfloat16",
         sizes.in_place,
     )
     return LoweredModel(tuple(blocks), execution, sizes.materialize_blocks, first, context)

@@ -34,9 +34,6 @@ LEAST_CONTEXT = 64  # tokens; a shorter context is not proposed
 DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
 PRODUCTS_BYTES = 2_500_000  # oneDNN's code for all shapes that are multiplied, and its scratchpad
-# In float32 also the library, which is loaded only where a plan uses it, its code that multiplies
-# any shape, and what each thread packs of the factors.
-FLOAT32_BYTES, PACKED_BYTES = 5_300_000, 2_200_000
 NUMBA_BYTES = 34_000_000  # with LLVM, and what it has compiled or read from its files
 THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
@@ -109,7 +106,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     cached_bytes: Natural = 0  # of the key-value cache
     materialized_head: bool = False  # whether the head's matrix stays dequantized too
     compute_dtype: str = "float32"  # of products with frozen weights
-    onednn: bool = False  # whether that library multiplies
     in_place: bool = False  # whether a decoded token is multiplied by weights where they lie
 
     @property
@@ -124,7 +120,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             self.keeps_mlps,
             self.chunk_rows,
             self.evaluation,
-            self.onednn,
             self.in_place,
         )
 
@@ -301,7 +296,6 @@ class Planner:
             context=request.context,
             cached_bytes=lowered.cached_bytes,
             compute_dtype=self.machine.compute_dtype,
-            onednn=lowered.execution.onednn,
             in_place=sizes.in_place,
         )
 
@@ -319,7 +313,7 @@ class Planner:
         """
 
         def choices(sizes: Sizes) -> tuple[object, ...]:
-            tiles = (sizes.tile_values, sizes.attention_block, sizes.onednn, sizes.in_place)
+            tiles = (sizes.tile_values, sizes.attention_block, sizes.in_place)
             return (*tiles, sizes.materialize_blocks, sizes.evaluation)
 
         ways = (BLOCK, *self._all_levels(request, demand))
@@ -368,10 +362,8 @@ class Planner:
         blas = self.machine.blas
         panel = min(blas.panel_bytes, model.execution.largest_tile_bytes())
         nbytes = self.machine.process_bytes
-        if model.execution.onednn:  # the BLAS has one thread
+        if self.machine.compute_dtype == "bfloat16":  # the BLAS has one thread
             nbytes += panel + PRODUCTS_BYTES
-            if self.machine.compute_dtype == "float32":
-                nbytes += FLOAT32_BYTES + blas.threads * PACKED_BYTES
         else:
             nbytes += blas.threads * panel
             if blas.threads > 1:
@@ -432,8 +424,6 @@ class Planner:
         levels = LEVELS if self.machine.packed else LEVELS[DEQUANTIZED_FROM:]
         if request.layout == "whole":
             levels = tuple(replace(level, slices=False) for level in levels)
-        if self.machine.onednn:
-            return (*(replace(level, onednn=True) for level in levels), *levels)
         return levels
 
     def _least(self, request: Request, demand: Demand) -> int:

@@ -206,8 +206,7 @@ def plan_of_first(chosen: Plan, manifest: Manifest, machine: Machine, wanted: Wa
             f"rank 0's plan, which all workers execute, does not fit here: {reason}; give a larger "
             "--budget, or leave this machine out"
         )
-    known = chosen.onednn and (machine.onednn or machine.compute_dtype == "bfloat16")
-    return msgspec.structs.replace(chosen, limit_bytes=machine.limit_bytes, onednn=known)
+    return msgspec.structs.replace(chosen, limit_bytes=machine.limit_bytes)
 
 
 def check_budget(meter: Meter, plan: Plan, state: str) -> None:

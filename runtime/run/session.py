@@ -104,9 +104,10 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
     the weights that stay dequantized before anything else is allocated.
     """
     use_device(bundle.manifest.device)
-    if plan.onednn:
+    rounds = plan.compute_dtype == "bfloat16"
+    if rounds:
         load_onednn()
-    share_cores(plan.onednn)
+    share_cores(rounds)
     live_bytes = max(0, plan.active_bytes - plan.value_bytes)
     limit_memory(bundle.manifest.device, live_bytes, plan.cache_bytes)
     mx.clear_cache()

@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -37,6 +38,27 @@ def _copied(values: npt.NDArray[np.generic], dtype: str) -> mx.array:
     """A copy in the stored type; NumPy holds bfloat16 as uint16."""
     array = mx.array(values)
     return array.view(mx.bfloat16) if dtype == "bfloat16" else array
+
+
+def _float32(values: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.float32]:
+    """A copy as float32."""
+    if dtype == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+def _quantized(matrix: Matrix, part: Callable[[Extent], npt.NDArray[np.generic]]) -> QuantizedTile:
+    """A tile of a quantized matrix: of each of its tensors the `part`, which is copied.
+
+    NumPy computes the shifts here and now: MLX would have another thread do so.
+    """
+    packed, scales, biases = matrix.packed, matrix.scales, matrix.biases
+    assert scales is not None
+    words, scale = mx.array(part(packed)), _float32(part(scales), scales.dtype)
+    if biases is None:
+        return QuantizedTile(words, mx.array(scale), None)
+    shift = _float32(part(biases), biases.dtype) + scale * np.float32(2.0 ** (matrix.bits - 1))
+    return QuantizedTile(words, mx.array(scale), mx.array(shift))
 
 
 class Weights:
@@ -81,17 +103,18 @@ class Weights:
         return flat.reshape(stop - start, *extent.shape[1:])
 
     def _floats(self, extent: Extent, start: int, stop: int) -> mx.array:
-        return _copied(self._view(extent, start, stop), extent.dtype).astype(mx.float32)
+        return mx.array(_float32(self._view(extent, start, stop), extent.dtype))
 
-    def _chosen(self, extent: Extent, rows: npt.NDArray[np.int64]) -> mx.array:
+    def _chosen(self, extent: Extent, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.generic]:
         if self.assembly is None:
-            chosen = _copied(self._view(extent, 0, extent.shape[0])[rows], extent.dtype)
+            chosen = self._view(extent, 0, extent.shape[0])[rows]
             self._drop(extent.offset, extent.offset + extent.nbytes)
             return chosen
         distinct, places = np.unique(rows, return_inverse=True)
         nbytes = extent.nbytes // extent.shape[0]
         octets = self.assembly.rows(WEIGHTS_FILE, 0, extent.offset, nbytes, distinct.tolist())
-        return _copied(octets.view(NUMPY[extent.dtype])[places], extent.dtype)
+        chosen = octets.view(NUMPY[extent.dtype])[places]
+        return chosen.reshape(len(rows), *extent.shape[1:])
 
     def stored(self, matrix: Matrix) -> Stored:
         """A whole matrix where it lies in the map."""
@@ -104,7 +127,7 @@ class Weights:
             return self._floats(extent, 0, extent.shape[0])
         if not self._vectors:
             self._vectors = self._all_vectors(self.assembly)
-        return _copied(self._vectors[name].reshape(extent.shape), extent.dtype)
+        return mx.array(_float32(self._vectors[name].reshape(extent.shape), extent.dtype))
 
     def _all_vectors(self, assembly: Assembly) -> dict[str, npt.NDArray[np.generic]]:
         """All vectors, which stay in memory: fetched by themselves, each would take a layer."""
@@ -119,46 +142,41 @@ class Weights:
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> Tile:
         """Rows start:stop of a matrix, copied out of the map."""
-        packed = _copied(self._view(matrix.packed, start, stop), matrix.packed.dtype)
-        row = matrix.packed.nbytes // matrix.rows
-        first = matrix.packed.offset + start * row
-        self._drop(first, first + (stop - start) * row)
+
+        def part(extent: Extent) -> npt.NDArray[np.generic]:
+            return self._view(extent, start, stop)
+
+        packed = matrix.packed
         if matrix.scales is None:
-            return FloatTile(packed)
-        scales = self._floats(matrix.scales, start, stop)
-        if matrix.biases is None:
-            return QuantizedTile(packed, scales, None)
-        biases = self._floats(matrix.biases, start, stop)
-        return QuantizedTile(packed, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
+            tile: Tile = FloatTile(_copied(part(packed), packed.dtype))
+        else:
+            tile = _quantized(matrix, part)
+        row = packed.nbytes // matrix.rows
+        self._drop(packed.offset + start * row, packed.offset + stop * row)
+        return tile
 
     def columns(self, matrix: Matrix, start: int, stop: int) -> Tile:
         """Columns start:stop of a matrix, whole groups of them, copied out of the map."""
 
-        def part(extent: Extent) -> mx.array:
+        def part(extent: Extent) -> npt.NDArray[np.generic]:
             first, last = (at * extent.shape[1] // matrix.columns for at in (start, stop))
             columns = self._view(extent, 0, matrix.rows)[:, first:last]
             # contiguous: MLX would copy all that lies between the columns
-            return _copied(np.ascontiguousarray(columns), extent.dtype)
+            return np.ascontiguousarray(columns)
 
-        packed = part(matrix.packed)
         if matrix.scales is None:
-            return FloatTile(packed)
-        scales = part(matrix.scales).astype(mx.float32)
-        if matrix.biases is None:
-            return QuantizedTile(packed, scales, None)
-        biases = part(matrix.biases).astype(mx.float32)
-        return QuantizedTile(packed, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
+            return FloatTile(_copied(part(matrix.packed), matrix.packed.dtype))
+        return _quantized(matrix, part)
 
     def gather(self, matrix: Matrix, rows: npt.NDArray[np.int64]) -> Tile:
         """Chosen rows of a matrix, in the given order (an embedding lookup)."""
-        packed = self._chosen(matrix.packed, rows)
+
+        def part(extent: Extent) -> npt.NDArray[np.generic]:
+            return self._chosen(extent, rows)
+
         if matrix.scales is None:
-            return FloatTile(packed)
-        scales = self._chosen(matrix.scales, rows).astype(mx.float32)
-        if matrix.biases is None:
-            return QuantizedTile(packed, scales, None)
-        biases = self._chosen(matrix.biases, rows).astype(mx.float32)
-        return QuantizedTile(packed, scales, biases + scales * (2.0 ** (matrix.bits - 1)))
+            return FloatTile(_copied(part(matrix.packed), matrix.packed.dtype))
+        return _quantized(matrix, part)
 
     def read_ahead(self, block: Block) -> None:
         """Begin to bring a block into the system's file cache; nothing without `prefetch`.

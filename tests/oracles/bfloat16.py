@@ -24,13 +24,10 @@ def nearest(values: Any) -> npt.NDArray[np.float32]:
 class RoundedProducts(Float32Products):
     """Products of float32 whose factors are rounded first, on any processor."""
 
-    def dequantize(self, tile: Tile, bits: int) -> tuple[mx.array, ...]:
-        return tuple(map(self.rounded, super().dequantize(tile, bits)))
+    def dequantize(self, tile: Tile, bits: int) -> mx.array:
+        return self.rounded(super().dequantize(tile, bits))
 
-    def split(self, x: mx.array, bits: int) -> tuple[mx.array, ...]:
-        return tuple(map(self.rounded, super().split(x, bits)))
-
-    def whole(self, x: mx.array) -> mx.array:
+    def factor(self, x: mx.array) -> mx.array:
         return self.rounded(x)
 
     def rounded(self, x: mx.array) -> mx.array:

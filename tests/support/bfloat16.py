@@ -15,10 +15,10 @@ from runtime.machine.onednn import OneDnn
 from runtime.run import session
 
 
-def require_onednn(dtype: str = "bfloat16") -> OneDnn:
-    """oneDNN; the test is skipped where it is not installed, or does not multiply this type."""
+def require_onednn() -> OneDnn:
+    """oneDNN; the test is skipped where it is not installed, or does not multiply bfloat16."""
     try:
-        return load_onednn("--compute-dtype bfloat16" if dtype == "bfloat16" else "")
+        return load_onednn()
     except UsageError as reason:
         pytest.skip(str(reason))
 
@@ -27,10 +27,10 @@ def with_rounded_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have models of this process that compute in bfloat16 multiply by the oracle."""
     original = model.products_for
 
-    def products_for(compute_dtype: str, arrays: Arrays) -> Products:
+    def products_for(compute_dtype: str, arrays: Arrays, library: OneDnn | None) -> Products:
         if compute_dtype == "bfloat16":
             return RoundedProducts(arrays)
-        return original(compute_dtype, arrays)
+        return original(compute_dtype, arrays, library)
 
     monkeypatch.setattr(model, "products_for", products_for)
     for module in (backend, model, session):

@@ -181,9 +181,8 @@ def model_of(
     slices: bool = False,
     weights: WeightSource | None = None,
     compute_dtype: str = "float32",
-    onednn: bool = False,
 ) -> Model:
     """A model whose tiles are small and divide nothing; its weights are the bundle's by default."""
-    sizes = Sizes(tile_values, attention_block, 0, False, slices, chunk_rows, onednn=onednn)
+    sizes = Sizes(tile_values, attention_block, 0, False, slices, chunk_rows)
     lowered = lower(bundle.manifest, bucket, sizes, arithmetic == "packed", 0, compute_dtype)
     return Model(bundle, weights or Weights(bundle), lowered, Graphs(bundle))

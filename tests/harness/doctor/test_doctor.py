@@ -68,7 +68,7 @@ def test_what_is_broken_ends_with_1_and_the_rest_is_shown(monkeypatch: pytest.Mo
 
 def probed(rate: float, **more: object) -> str:
     facts = {"mlx": "1", "device": "cpu", "blas": "OpenBLAS (x)", "warning": "", "threads": 2}
-    facts |= {"gpu": "", "nvidia": False, "tf32": "0", "onednn": False}
+    facts |= {"gpu": "", "nvidia": False, "tf32": "0"}
     facts |= {"products": {"name": "float32", "reason": "why"}}
     return json.dumps({**facts, "speeds": {PRODUCTS: rate}, **more})
 

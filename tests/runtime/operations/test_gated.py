@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from oracles.whole_model import relative_error
-from support.bfloat16 import require_onednn
 from support.bundles import Rng, Tiny
 from support.models import each_family, model_of
 
 from export.cut.properties import ACTIVATIONS, gated_activation
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
-from runtime.machine.onednn import OneDnn
 from runtime.operations.base import Call, Operation
 from runtime.operations.elementwise import Activation, Elementwise
 from runtime.operations.gated import CHUNK_VALUES, SCRATCH_BYTES, Gated
@@ -49,21 +47,14 @@ def exact(name: str, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return g * (1 + t) / 2, (1 + t) / 2 + g * (1 - t * t) * slope / 2
 
 
-@pytest.fixture(params=["NumPy", "oneDNN"])
-def by(request: pytest.FixtureRequest) -> OneDnn | None:
-    return None if request.param == "NumPy" else require_onednn("float32")
-
-
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("chunks", [0, 1, 2])
-def test_the_kernel_computes_the_activation(
-    rng: Rng, by: OneDnn | None, name: str, chunks: int
-) -> None:
+def test_the_kernel_computes_the_activation(rng: Rng, name: str, chunks: int) -> None:
     shape = (1, int(rng.integers(1, 9)), chunks * CHUNK_VALUES // 8 + int(rng.integers(1, 99)))
     g, u, dy = (normal(rng, *shape) for _ in range(3))
     wide = [np.array(x).astype(np.float64) for x in (g, u, dy)]
     f, slope = exact(name, wide[0])
-    found = (gated(name, g, u, by), *gated_vjp(name, g, u, dy, by))
+    found = (gated(name, g, u), *gated_vjp(name, g, u, dy))
     expected = (f * wide[1], wide[2] * wide[1] * slope, wide[2] * f)
     # 1 + tanh cancels where g is below 0, so that the error follows the operands, not the result
     operands = (wide[0] * wide[1], wide[2] * wide[1], wide[2] * wide[0])
@@ -74,22 +65,22 @@ def test_the_kernel_computes_the_activation(
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_a_value_does_not_depend_on_its_neighbours(rng: Rng, by: OneDnn | None, name: str) -> None:
+def test_a_value_does_not_depend_on_its_neighbours(rng: Rng, name: str) -> None:
     """Else a tile of tokens, or a lane, would not be what the whole is, bit for bit."""
     g, u, dy = (normal(rng, 1, 7, CHUNK_VALUES // 5) for _ in range(3))
-    whole = [gated(name, g, u, by), *gated_vjp(name, g, u, dy, by)]
+    whole = [gated(name, g, u), *gated_vjp(name, g, u, dy)]
     first, last = sorted(rng.choice(8, 2, replace=False).tolist())
     part = [mx.contiguous(x[:, first:last]) for x in (g, u, dy)]
-    tile = [gated(name, *part[:2], by), *gated_vjp(name, *part, by)]
+    tile = [gated(name, *part[:2]), *gated_vjp(name, *part)]
     for one, all_ in zip(tile, whole, strict=True):
         assert mx.array_equal(one, all_[:, first:last])
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_large_values_are_flat_and_no_number_stays_none(by: OneDnn | None, name: str) -> None:
+def test_large_values_are_flat_and_no_number_stays_none(name: str) -> None:
     g = mx.array([-1e4, -200.0, 0.0, 200.0, 1e4, float("nan")])
     one = mx.ones(g.shape)
-    y, (d_gate, d_up) = gated(name, g, one, by), gated_vjp(name, g, one, one, by)
+    y, (d_gate, d_up) = gated(name, g, one), gated_vjp(name, g, one, one)
     expected = [0, 0, 0, 200, 1e4]
     assert np.array(y)[:-1].tolist() == expected == np.array(d_up)[:-1].tolist()
     assert np.array(d_gate)[:-1].tolist() == [0, 0, 0.5, 1, 1]

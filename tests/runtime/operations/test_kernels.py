@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +18,7 @@ from oracles.delta_rule import gated_delta
 from support.bundles import Rng
 
 from runtime.arrays.arrays import Arrays, CpuArrays
-from runtime.arrays.dequantize import SIDE_BY_SIDE, dense, join, split
+from runtime.arrays.dequantize import dense
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.stored import Extent, Matrix
 from runtime.arrays.values import Lora
@@ -160,20 +159,6 @@ def test_tiles_and_gathered_rows_are_rows_of_the_matrix(
     np.testing.assert_allclose(np.array(gathered), values[rows], atol=1e-5)
 
 
-def test_large_tiles_are_the_same_on_two_streams_and_in_any_thread(
-    tmp_path: Path, rng: Rng
-) -> None:
-    rows = SIDE_BY_SIDE // 1024 + int(rng.integers(1, 9))
-    weights, matrix, values = stored(tmp_path, rng, rows, 16, 4, 64, "symmetric")
-
-    def dequantized() -> np.ndarray:
-        return np.array(dense(weights.tile(matrix, 0, rows), 4, CpuArrays()))
-
-    assert (dequantized() == values).all()
-    with ThreadPoolExecutor(1) as other:
-        assert (other.submit(dequantized).result() == values).all()
-
-
 @pytest.mark.parametrize(("bits", "group", "layout"), FLOATS)
 def test_of_a_float_tile_only_the_float32_values_stay(
     tmp_path: Path, rng: Rng, arrays: Arrays, bits: int, group: int, layout: str
@@ -189,14 +174,7 @@ def test_of_a_float_tile_only_the_float32_values_stay(
     # an NVIDIA GPU frees what an operation has read a moment after it has ended
     late = matrix.packed.nbytes if mx.cuda.is_available() else 0
     assert expected <= taken < 1.1 * expected + late
-    assert tile.columns[0].shape == (matrix.rows, matrix.columns)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_join_undoes_split(rng: Rng, arrays: Arrays, bits: int) -> None:
-    x = normal(rng, 5, 64)
-    mx.eval(x)
-    assert mx.array_equal(join(split(x, bits, arrays), arrays), x)
+    assert tile.values.shape == (matrix.rows, matrix.columns)
 
 
 def test_matrices_are_materialized_once_and_held_until_released(tmp_path: Path, rng: Rng) -> None:
@@ -216,7 +194,7 @@ def test_matrices_are_materialized_once_and_held_until_released(tmp_path: Path, 
     kept.release()
     assert [kept.tile(matrix, *both) for both in ranges] == tiles
     for tile, (start, stop) in zip(tiles, ranges, strict=True):
-        assert (np.array(join(tile.columns, plain.arrays)) == values[start:stop]).all()
+        assert (np.array(tile.values) == values[start:stop]).all()
 
 
 @pytest.mark.parametrize(("bits", "group", "layout"), LAYOUTS)
@@ -242,7 +220,7 @@ def test_materialized_weights_are_allocated_before_the_first_is_dequantized(
     assert allocated[0] - before >= materialized_bytes(matrix)
     for tile, both in zip(plain, ranges, strict=True):
         same = matrices.tile(matrix, *both)
-        pairs = [*zip(same.columns, tile.columns, strict=True)]
+        pairs = [(same.values, tile.values)]
         if tile.shift is not None:
             assert same.shift is not None
             pairs.append((same.shift, tile.shift))

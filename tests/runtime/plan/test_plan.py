@@ -276,21 +276,18 @@ def test_a_plan_follows_from_its_own_choices(tiny: Tiny, machine: Machine, metho
 
 
 @pytest.mark.parametrize("method", ["mebp", "mezo"])
-@pytest.mark.parametrize("onednn", [False, True])
-def test_more_budget_never_buys_a_slower_plan(tiny: Tiny, method: str, onednn: bool) -> None:
+def test_more_budget_never_buys_a_slower_plan(tiny: Tiny, method: str) -> None:
     manifest, task = tiny("qwen2").manifest, task_of(64, method)
-    machine = msgspec.structs.replace(LINUX, onednn=onednn)
-    planner = Planner(manifest, machine)
+    planner = Planner(manifest, LINUX)
     least = planner.plan(*task, PLENTY).minimum_bytes
     before = math.inf
     known = set()
     for budget in np.geomspace(least, 2 * least, 40):
         plan = planner.plan(*task, int(budget) + 1)
-        known.add((plan.tile_values, plan.kept_layers, plan.materialized_layers, plan.onednn))
+        known.add((plan.tile_values, plan.kept_layers, plan.materialized_layers))
         lowered = planner.model(*task, plan.sizes).lowered
         kept = (plan.kept_layers, plan.materialized_layers)
         now = seconds(lowered, task.demand.backward, plan.lanes, *kept)
         assert now <= before
         before = now
     assert len(known) >= 3  # so that there was something to compare
-    assert plan.onednn == onednn
