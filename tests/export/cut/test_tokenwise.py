@@ -117,7 +117,7 @@ def test_gradients_that_are_one_array_are_one(tiny: Tiny, rng: Rng, family: str)
 def test_tiling_makes_the_peak_smaller(tiny: Tiny) -> None:
     manifest = tiny("gemma3", seq_lens=LENGTHS).manifest
     lowered = lower(manifest, 128, Sizes(1 << 12, 16), packed=False)
-    model = PeakModel(manifest, lowered, demand_of("mebp"), "float32")
+    model = PeakModel(manifest, lowered, demand_of("mebp"))
     operation = next(o for o in elementwise_of(manifest.block_types["layer0"]) if o.tokenwise)
     tile = manifest.graphs[graph_key(operation.graph, "vjp", 64)]
     widest = max(int(np.prod(shape)) * 4 for shape in tile.outputs)

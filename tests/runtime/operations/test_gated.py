@@ -167,7 +167,7 @@ def test_the_plan_counts_a_kernel_on_a_cpu_and_graphs_on_a_gpu(tiny: Tiny) -> No
     assert held("cpu", 1) == SCRATCH_BYTES + value
     assert held("gpu", 2) == graph.workspace_bytes + value  # results of a tile, twice half
     gpu, cpu = (
-        PeakModel(manifest, lowered(manifest, device), Demand(backward=True), "float32")
+        PeakModel(manifest, lowered(manifest, device), Demand(backward=True))
         for device in ("gpu", "cpu")
     )
     keys = {graph_key(operation.graph, direction, 32) for direction in ("forward", "vjp")}

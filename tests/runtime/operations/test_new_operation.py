@@ -132,13 +132,13 @@ given = json.loads((folder / "rows.json").read_text())
 rows = [Row(np.array(tokens, np.int32), np.array(scored)) for tokens, scored in given]
 for name in sys.argv[3:]:
     bundle = as_it_lies(folder / name)
-    adapters = Adapters(bundle.manifest, mx.load(str(folder / "adapters.safetensors")), "float32")
+    adapters = Adapters(bundle.manifest, mx.load(str(folder / "adapters.safetensors")))
     found = {}
     for kept in (0, 1):
         for slices in (True, False):
             model = model_of(bundle, 128, slices=slices)
             assert not model.lowered.slice_columns  # an operation inside an MLP keeps it whole
-            peak = PeakModel(bundle.manifest, model.lowered, demand_of("mebp"), "float32")
+            peak = PeakModel(bundle.manifest, model.lowered, demand_of("mebp"))
             peaks = peak.block(1, 2)
             loss, gradients = mebp(model, adapters, rows, folder, kept)
             gradients["loss"] = mx.array([loss.loss_sum / loss.scored_tokens])
@@ -226,7 +226,7 @@ def test_a_new_operation_is_two_files_and_a_line_in_each_table(
             )
             model = model_of(bundle, 128)
             plain, gradients = mebp(model, adapters, rows, tmp_path, kept)
-            peak = PeakModel(bundle.manifest, model.lowered, demand_of("mebp"), "float32")
+            peak = PeakModel(bundle.manifest, model.lowered, demand_of("mebp"))
             block = peak.block(1, 2)
             forward, backward = of_one.pop("peaks").tolist()
             assert of_both.pop("peaks").tolist() == [forward, backward]

@@ -47,7 +47,7 @@ def test_a_shorter_bucket_is_lowered_alike_and_takes_no_more(
         assert model.bucket == bucket and session.model(bucket - 1) is model
         assert model.lowered == lower(bundle.manifest, bucket, plan.sizes, packed=False)
         assert model.graphs is longest.graphs and model.materialized is longest.materialized
-        peak = PeakModel(bundle.manifest, model.lowered, demand_of("mebp"), "float32")
+        peak = PeakModel(bundle.manifest, model.lowered, demand_of("mebp"))
         blocks = [peak.block(index, 1) for index in range(len(bundle.manifest.blocks))]
         peaks[bucket] = max(max(one.forward_bytes, one.backward_bytes) for one in blocks)
     assert list(peaks.values()) == sorted(peaks.values())  # so that a plan for the longest holds

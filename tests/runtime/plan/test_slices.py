@@ -188,7 +188,7 @@ def test_what_is_alive_falls_with_the_slice(tiny: Tiny, method: str) -> None:
     found = []
     for slices, values in ((False, WHOLE), (True, 5000), (True, 1)):
         lowered = lower(manifest, 1024, Sizes(values, 16, slices=slices), packed=False)
-        block = PeakModel(manifest, lowered, demand_of(method), "float32").block(2, 2)
+        block = PeakModel(manifest, lowered, demand_of(method)).block(2, 2)
         found.append(max(block.forward_bytes, block.backward_bytes))
     assert found == sorted(found, reverse=True) and found[2] < 0.95 * found[0]
 
