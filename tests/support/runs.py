@@ -20,7 +20,7 @@ from runtime.core.signals import ENDING
 from runtime.machine.backend import prepare
 from runtime.machine.glibc import trim_heap
 from runtime.run.folder import RunFolder
-from support.forks import ROOT, forks, import_path
+from support.forks import ROOT, forked, forks, import_path
 
 COMMAND = [sys.executable, "-m", "ondevice"]
 EXPORTS = (("export",), ("fuse",))  # which import what takes longest
@@ -44,7 +44,7 @@ def python(
     exporting: it imports what exports do.
     """
     source = forks(program, exporting)
-    if source is not None and (done := source.run(code, *arguments)):
+    if source is not None and (done := forked(source.address, code, *arguments)):
         return done
     environment = {} if program == ROOT else {"PYTHONPATH": import_path(program)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
