@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from runtime.data.process import _FEW_THREADS
+from support.waiting import HANGS_S
 
 ROOT = Path(__file__).parents[2]
 # no handlers: what is put in place of progress bars must be there before them
@@ -125,6 +126,7 @@ def forked(
         files[0].write(given.encode())
         files[0].seek(0)
         server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        server.settimeout(HANGS_S)
         server.connect(address)
         socket.send_fds(server, [written], [file.fileno() for file in files])
         answer = server.recv(64).decode()
@@ -152,7 +154,9 @@ def run(command: Any, **options: Any) -> subprocess.CompletedProcess[Any]:
         code = f"import sys; from {module[0]} import main; sys.exit(main())"
         environment, given = options["env"], options["input"]
         address, words = os.environ.get(CONFINED_AT), command[4:]
-        if address and (done := forked(address, code, *words, environment=environment, given=given)):
+        if address and (
+            done := forked(address, code, *words, environment=environment, given=given)
+        ):
             return done
     return _run(command, **options)
 
