@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from runtime.data.process import _FEW_THREADS
-from support.waiting import HANGS_S
 
 ROOT = Path(__file__).parents[2]
 # no handlers: what is put in place of progress bars must be there before them
@@ -51,10 +50,11 @@ CONFINED = (  # modules that run in processes of their own, and what they import
 )
 CONFINED_AT = "ONDEVICE_TEST_FORKS"  # the address of the process that forks for these modules
 OPTIONS = {"env", "input", "capture_output", "encoding", "errors"}  # with which they are started
-# variables that are read before anything runs, and limits that a process inherits
+# variables that are read before anything runs, beside the path, and limits that a process inherits
 READ_AT_START = ("PYTHON", "OPENBLAS", "OMP", "MLX", "MALLOC", "GLIBC", "LD_", "PATH")
 INHERITED = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
 LARGEST_REQUEST = 1 << 18  # bytes
+MOST_S = 600  # nothing that forks do takes so long, unless it never ends
 FRESH = "fresh"  # the answer where a fork would not be as a fresh process is
 
 
@@ -110,14 +110,13 @@ def forked(
     address: str,
     code: str,
     *arguments: object,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str],
     given: str = "",
 ) -> subprocess.CompletedProcess[str] | None:
     """What `python -c CODE ARGUMENTS` comes to, or None if it needs a fresh process.
 
     given: its input.
     """
-    environment = os.environ if environment is None else environment
     words, start = ["-c", *map(str, arguments)], _read_at_start(environment)
     request = {"code": code, "words": words, "folder": str(Path.cwd()), "start": start}
     written = json.dumps({**request, "environment": dict(environment)}).encode()
@@ -126,7 +125,7 @@ def forked(
         files[0].write(given.encode())
         files[0].seek(0)
         server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        server.settimeout(HANGS_S)
+        server.settimeout(MOST_S)
         server.connect(address)
         socket.send_fds(server, [written], [file.fileno() for file in files])
         answer = server.recv(64).decode()
@@ -147,25 +146,28 @@ _run = subprocess.run
 
 def run(command: Any, **options: Any) -> subprocess.CompletedProcess[Any]:
     """As `subprocess.run`; a module of `CONFINED` is a fork where that is possible."""
-    module = list(command[3:4])
-    mine = list(command[:3]) == [sys.executable, "-P", "-m"] and set(module) <= set(CONFINED)
-    if mine and set(options) == OPTIONS:
+    start, module = list(command[:3]), "".join(command[3:4])
+    if start == [sys.executable, "-P", "-m"] and module in CONFINED and set(options) == OPTIONS:
         confined()
-        code = f"import sys; from {module[0]} import main; sys.exit(main())"
-        environment, given = options["env"], options["input"]
-        address, words = os.environ.get(CONFINED_AT), command[4:]
-        if address and (
-            done := forked(address, code, *words, environment=environment, given=given)
-        ):
+        code = f"import sys; from {module} import main; sys.exit(main())"
+        given = {"environment": options["env"], "given": options["input"]}
+        address = os.environ.get(CONFINED_AT)
+        if address and (done := forked(address, code, *command[4:], **given)):
             return done
     return _run(command, **options)
 
 
 def _read_at_start(environment: Mapping[str, str]) -> list[Any]:
     variables = {n: v for n, v in environment.items() if n.startswith(READ_AT_START)}
-    path = variables.get("PYTHONPATH", "").split(os.pathsep)
-    variables["PYTHONPATH"] = os.pathsep.join(one for one in path if one not in ("", str(ROOT)))
-    return [variables, [list(resource.getrlimit(kind)) for kind in INHERITED]]
+    variables.pop("PYTHONPATH", None)
+    path = [ROOT, *map(Path, reversed(_path(environment)))]
+    program = [one for one in path if (one / "runtime" / "core" / "version.py").exists()][-1]
+    limits = [list(resource.getrlimit(kind)) for kind in INHERITED]
+    return [variables, str(program.resolve()), limits]
+
+
+def _path(environment: Mapping[str, str]) -> list[str]:
+    return [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one]
 
 
 def _text(file: IO[bytes]) -> str:
@@ -173,8 +175,8 @@ def _text(file: IO[bytes]) -> str:
     return io.TextIOWrapper(file, encoding="utf-8", errors="replace").read()
 
 
-def _serve(requests: socket.socket) -> NoReturn:
-    """Fork for every request."""
+def _serve(requests: socket.socket, start: list[Any]) -> NoReturn:
+    """Fork for every request; `start` is what this process has read at its start."""
     while True:
         connection, _ = requests.accept()
         with suppress(ChildProcessError):  # none is left
@@ -182,15 +184,15 @@ def _serve(requests: socket.socket) -> NoReturn:
                 continue
         if os.fork() == 0:
             requests.close()
-            _answer(connection)
+            _answer(connection, start)
         connection.close()
 
 
-def _answer(connection: socket.socket) -> NoReturn:
+def _answer(connection: socket.socket, start: list[Any]) -> NoReturn:
     """Fork once more for a request, and tell how that fork has ended."""
     written, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 3)
     request = json.loads(written)
-    if request.pop("start") != _read_at_start(os.environ):
+    if request.pop("start") != start:
         connection.send(FRESH.encode())
         os._exit(0)
     pid = os.fork()
@@ -211,6 +213,7 @@ def _run_code(code: str, words: list[str], folder: str, environment: dict[str, s
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = [one for one in _path(environment) if one not in sys.path]
     sys.argv = words
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
     sys.exit()
@@ -227,6 +230,7 @@ def _import(imported: Sequence[str]) -> None:
 if __name__ == "__main__":
     from runtime.machine.backend import prepare
 
+    start = _read_at_start(os.environ)
     prepare()  # before MLX is imported
     import gc
 
@@ -234,4 +238,4 @@ if __name__ == "__main__":
     subprocess.run = run  # type: ignore[assignment]
     gc.collect()
     gc.freeze()  # no fork has to look through what is imported
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])), start)
