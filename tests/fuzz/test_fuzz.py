@@ -42,8 +42,11 @@ def fuzzed(tmp_path: Path, seed: int, kinds: str, count: int, *more: object) -> 
     assert all(sum(counted.values()) >= count for counted in verdicts.values())
 
 
-def test_what_is_changed_is_refused_or_read(tmp_path: Path, seed: int) -> None:
-    fuzzed(tmp_path, seed, QUICK, 1, "--known", KNOWN)
+@pytest.mark.parametrize(
+    "kinds", [QUICK, *(pytest.param(kinds, marks=pytest.mark.nightly) for kinds in OTHERS)]
+)
+def test_what_is_changed_is_refused_or_read(tmp_path: Path, seed: int, kinds: str) -> None:
+    fuzzed(tmp_path, seed, kinds, 1, "--known", KNOWN)
 
 
 @pytest.mark.slow
