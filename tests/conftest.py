@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import zlib
@@ -40,6 +41,7 @@ import hypothesis  # noqa: E402
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from support import forks  # noqa: E402
 from support.bundles import runnable, settings  # noqa: E402
 from support.checkpoints import weights_of, write_folder  # noqa: E402
 from support.layouts import LAYOUTS, relaid  # noqa: E402
@@ -53,6 +55,8 @@ from runtime.bundle.store import Bundle  # noqa: E402
 from runtime.data import text_encoder  # noqa: E402
 from runtime.data.pieces import write_pieces  # noqa: E402
 from runtime.data.prompts import Prompt, chat_prompt, text_prompt  # noqa: E402
+
+subprocess.run = forks.run  # what the modules of `runtime.data.process` import takes longest
 
 SEED = "ONDEVICE_TEST_SEED"  # repeats a failed run
 

@@ -15,7 +15,6 @@ import pytest
 from support.logits import engine_logits, mlx_lm_logits
 from support.models import relative
 from support.pages import README, lines_of, scripts, section, words_of
-from support.peers import TORCH, interpreter, peft_logits
 from support.runs import ondevice
 from support.shared import Shared
 from support.text_bundle import text_checkpoint
@@ -139,15 +138,3 @@ def test_the_fused_model_has_the_same_logits(
     fused = mlx_lm_logits(way / "my-fused-model", np.array(tokens))
     unadapted = mlx_lm_logits(plain, np.array(tokens))
     assert relative(fused, ours) <= 1e-4 < relative(unadapted, ours)
-
-
-@pytest.mark.slow
-def test_transformers_and_peft_have_the_same_logits(
-    way: Path, plain: Path, ours: np.ndarray, tokens: list[int], tmp_path: Path
-) -> None:
-    interpreter(*TORCH)
-    theirs = peft_logits(plain, way / "my-adapter", tokens, tmp_path)
-    assert relative(theirs, ours) <= 1e-3
-    fused = peft_logits(way / "my-fused-model", "-", tokens, tmp_path)
-    unadapted = peft_logits(plain, "-", tokens, tmp_path)
-    assert relative(fused, ours) <= 1e-3 < relative(unadapted, ours)

@@ -12,13 +12,14 @@ from support.runs import python
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="a forked child cannot use Metal")
 
-GROUPS = {  # about as long as each other
-    "adapters,resealed,saves,tokens": 1,
-    "bundle,graphs,manifest": 1,
-    "data,settings,templates,tokenizers": 3,
-    "gguf,safetensors": 1,
-    "kill-export,kill-full,kill-mebp,kill-mezo": 1,
-}
+QUICK = "data,settings,templates,tokenizers"
+# what takes long to prepare; in the gate the tests of each reader, and of kills, change such files
+OTHERS = (
+    "adapters,resealed,saves,tokens",
+    "bundle,graphs,manifest",
+    "gguf,safetensors",
+    "kill-export,kill-full,kill-mebp,kill-mezo,kill-tracing",
+)
 FUZZ = """
 import os, sys
 
@@ -41,12 +42,14 @@ def fuzzed(tmp_path: Path, seed: int, kinds: str, count: int, *more: object) -> 
     assert all(sum(counted.values()) >= count for counted in verdicts.values())
 
 
-@pytest.mark.parametrize("kinds", GROUPS)
+@pytest.mark.parametrize(
+    "kinds", [QUICK, *(pytest.param(kinds, marks=pytest.mark.nightly) for kinds in OTHERS)]
+)
 def test_what_is_changed_is_refused_or_read(tmp_path: Path, seed: int, kinds: str) -> None:
-    fuzzed(tmp_path, seed, kinds, GROUPS[kinds], "--known", KNOWN)
+    fuzzed(tmp_path, seed, kinds, 1, "--known", KNOWN)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [*GROUPS, "kill-tracing"])
+@pytest.mark.parametrize("kinds", [QUICK, *OTHERS])
 def test_what_has_broken_a_reader_breaks_none(tmp_path: Path, seed: int, kinds: str) -> None:
     fuzzed(tmp_path, seed, kinds, 10)

@@ -1,81 +1,86 @@
-"""Commands in forks of a process that has imported what training imports.
+"""Commands in forks of a process that has imported what they import.
 
-A tiny run takes less time than these imports. As in a fresh process, nothing has been computed in
-a fork before, and it ends as any process does. What asks more of a process than arguments, a
-folder and an environment gets a fresh one, by `support.runs`.
+A tiny run takes less time than these imports, and so does a process of `runtime.data.process`. As
+in a fresh process, nothing has been computed in a fork before, and it ends as any process does.
+What asks more of a process than arguments, a folder, an environment and its input gets a fresh
+one, by `support.runs`.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import io
 import json
 import os
+import resource
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
+
+from runtime.data.process import _FEW_THREADS
 
 ROOT = Path(__file__).parents[2]
 # no handlers: what is put in place of progress bars must be there before them
-IMPORTED = (
+TRAINING = (
     "mlx.core",
     "ondevice.cli.main",
     "ondevice.cli.describe",
     "runtime.run.resume",
     "runtime.run.start",
 )
-# variables that are read before anything runs
+EXPORTING = (*TRAINING, "export.bundle", "export.fused", "transformers", "mlx_lm")
+CONFINED = (  # modules that run in processes of their own, and what they import late
+    "runtime.data.tokenizing",
+    "runtime.data.overview",
+    "runtime.data.prompts",
+    "runtime.data.pieces",
+    "ondevice.cli.tracing_process",
+    "export.graph_files",
+    "mlx_lm",
+    "transformers.utils.chat_template_utils",
+    "transformers:PreTrainedTokenizerFast",
+)
+CONFINED_AT = "ONDEVICE_TEST_FORKS"  # the address of the process that forks for these modules
+OPTIONS = {"env", "input", "capture_output", "encoding", "errors"}  # with which they are started
+# variables that are read before anything runs, beside the path, and limits that a process inherits
 READ_AT_START = ("PYTHON", "OPENBLAS", "OMP", "MLX", "MALLOC", "GLIBC", "LD_", "PATH")
-EXPORTED = ("export.bundle", "export.fused", "transformers", "mlx_lm")  # what exports import, too
+INHERITED = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
 LARGEST_REQUEST = 1 << 18  # bytes
+MOST_S = 600  # nothing that forks do takes so long, unless it never ends
+FRESH = "fresh"  # the answer where a fork would not be as a fresh process is
 
 
 class Forks:
-    """The process that forks, for one command at a time.
+    """The process that forks.
 
     program: the folder whose packages it imports, the repository or a changed copy of it.
-    more: further modules that it imports.
+    imported: the modules that it imports; of "module:name" it also reads the name.
     """
 
-    def __init__(self, program: Path, more: Sequence[str] = ()) -> None:
-        self._changed = {} if program == ROOT else {"PYTHONPATH": import_path(program)}
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._start = _read_at_start()
-        self._busy = threading.Lock()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.forks", str(theirs.fileno()), *more],
-            cwd=program,
-            env={**os.environ, **self._changed},
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-        theirs.close()
+    def __init__(self, program: Path, imported: Sequence[str], **environment: str) -> None:
+        folder = tempfile.mkdtemp(prefix="forks-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        self.address = f"{folder}/requests"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as requests:
+            requests.bind(self.address)
+            requests.listen()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.forks", str(requests.fileno()), *imported],
+                cwd=program,
+                env={**os.environ, **environment},
+                pass_fds=(requests.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
         atexit.register(self._end)
-
-    def run(self, code: str, *arguments: object) -> subprocess.CompletedProcess[str] | None:
-        """What `python -c CODE ARGUMENTS` comes to, or None if it needs a fresh process."""
-        if _read_at_start() != self._start or not self._busy.acquire(blocking=False):
-            return None
-        words = ["-c", *map(str, arguments)]
-        environment = {**os.environ, **self._changed}
-        request = {"words": words, "folder": str(Path.cwd()), "environment": environment}
-        written = json.dumps({"code": code, **request}).encode()
-        try:
-            with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as warned:
-                socket.send_fds(self._socket, [written], [said.fileno(), warned.fileno()])
-                ended = self._socket.recv(64)
-                if not ended:
-                    raise RuntimeError("the process that forks has ended")
-                return subprocess.CompletedProcess(words, int(ended), _text(said), _text(warned))
-        finally:
-            self._busy.release()
 
     def _end(self) -> None:
         self._process.kill()
@@ -90,7 +95,45 @@ def forks(program: Path, exporting: bool = False) -> Forks | None:
     """
     if sys.platform != "linux":
         return None
-    return Forks(program, EXPORTED if exporting else ())
+    confined()
+    changed = {} if program == ROOT else {"PYTHONPATH": import_path(program)}
+    return Forks(program, EXPORTING if exporting else TRAINING, **changed)
+
+
+def confined() -> None:
+    """Fork for the modules of `CONFINED`, here and in all forks, as long as this process lives."""
+    if sys.platform == "linux" and CONFINED_AT not in os.environ:
+        os.environ[CONFINED_AT] = Forks(ROOT, CONFINED, **_FEW_THREADS).address
+
+
+def forked(
+    address: str,
+    code: str,
+    *arguments: object,
+    environment: Mapping[str, str],
+    given: str = "",
+) -> subprocess.CompletedProcess[str] | None:
+    """What `python -c CODE ARGUMENTS` comes to, or None if it needs a fresh process.
+
+    given: its input.
+    """
+    words, start = ["-c", *map(str, arguments)], _read_at_start(environment)
+    request = {"code": code, "words": words, "folder": str(Path.cwd()), "start": start}
+    written = json.dumps({**request, "environment": dict(environment)}).encode()
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+        files[0].write(given.encode())
+        files[0].seek(0)
+        server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        server.settimeout(MOST_S)
+        server.connect(address)
+        socket.send_fds(server, [written], [file.fileno() for file in files])
+        answer = server.recv(64).decode()
+        if not answer:
+            raise RuntimeError("the process that forks has ended")
+        if answer == FRESH:
+            return None
+        return subprocess.CompletedProcess(words, int(answer), *map(_text, files[1:]))
 
 
 def import_path(program: Path) -> str:
@@ -98,53 +141,101 @@ def import_path(program: Path) -> str:
     return os.pathsep.join(map(str, (program, ROOT, ROOT / "tests")))
 
 
-def _read_at_start() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(READ_AT_START)}
+_run = subprocess.run
+
+
+def run(command: Any, **options: Any) -> subprocess.CompletedProcess[Any]:
+    """As `subprocess.run`; a module of `CONFINED` is a fork where that is possible."""
+    start, module = list(command[:3]), "".join(command[3:4])
+    if start == [sys.executable, "-P", "-m"] and module in CONFINED and set(options) == OPTIONS:
+        confined()
+        code = f"import sys; from {module} import main; sys.exit(main())"
+        given = {"environment": options["env"], "given": options["input"]}
+        address = os.environ.get(CONFINED_AT)
+        if address and (done := forked(address, code, *command[4:], **given)):
+            return done
+    return _run(command, **options)
+
+
+def _read_at_start(environment: Mapping[str, str]) -> list[Any]:
+    variables = {n: v for n, v in environment.items() if n.startswith(READ_AT_START)}
+    variables.pop("PYTHONPATH", None)
+    path = [ROOT, *map(Path, reversed(_path(environment)))]
+    program = [one for one in path if (one / "runtime" / "core" / "version.py").exists()][-1]
+    limits = [list(resource.getrlimit(kind)) for kind in INHERITED]
+    return [variables, str(program.resolve()), limits]
+
+
+def _path(environment: Mapping[str, str]) -> list[str]:
+    return [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one]
 
 
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
-    return io.TextIOWrapper(file, encoding="utf-8").read()
+    return io.TextIOWrapper(file, encoding="utf-8", errors="replace").read()
 
 
-def _serve(requests: socket.socket) -> None:
-    """Fork for every request, and tell how the fork has ended."""
+def _serve(requests: socket.socket, start: list[Any]) -> NoReturn:
+    """Fork for every request; `start` is what this process has read at its start."""
     while True:
-        written, descriptors, _, _ = socket.recv_fds(requests, LARGEST_REQUEST, 2)
-        if not written:
-            return
-        pid = os.fork()
-        if pid == 0:
+        connection, _ = requests.accept()
+        with suppress(ChildProcessError):  # none is left
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        if os.fork() == 0:
             requests.close()
-            for source, target in zip(descriptors, (1, 2), strict=True):
-                os.dup2(source, target)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        if pid == 0:
-            _run(**json.loads(written))
-        _, status = os.waitpid(pid, 0)
-        requests.send(str(os.waitstatus_to_exitcode(status)).encode())
+            _answer(connection, start)
+        connection.close()
 
 
-def _run(code: str, words: list[str], folder: str, environment: dict[str, str]) -> NoReturn:
+def _answer(connection: socket.socket, start: list[Any]) -> NoReturn:
+    """Fork once more for a request, and tell how that fork has ended."""
+    written, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 3)
+    request = json.loads(written)
+    if request.pop("start") != start:
+        connection.send(FRESH.encode())
+        os._exit(0)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        for target, source in enumerate(descriptors):
+            os.dup2(source, target)
+            os.close(source)
+        _run_code(**request)
+    _, status = os.waitpid(pid, 0)
+    with suppress(BrokenPipeError):  # whoever asked may have been killed
+        connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def _run_code(code: str, words: list[str], folder: str, environment: dict[str, str]) -> NoReturn:
     """What a fork does; it ends as a process does that has run the code."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = [one for one in _path(environment) if one not in sys.path]
     sys.argv = words
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
     sys.exit()
 
 
+def _import(imported: Sequence[str]) -> None:
+    for name in imported:
+        module, _, attribute = name.partition(":")
+        found = importlib.import_module(module)
+        if attribute:
+            getattr(found, attribute)
+
+
 if __name__ == "__main__":
     from runtime.machine.backend import prepare
 
+    start = _read_at_start(os.environ)
     prepare()  # before MLX is imported
     import gc
-    import importlib
 
-    for name in (*IMPORTED, *sys.argv[2:]):
-        importlib.import_module(name)
+    _import(sys.argv[2:])
+    subprocess.run = run  # type: ignore[assignment]
     gc.collect()
     gc.freeze()  # no fork has to look through what is imported
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])), start)

@@ -20,7 +20,7 @@ from runtime.core.signals import ENDING
 from runtime.machine.backend import prepare
 from runtime.machine.glibc import trim_heap
 from runtime.run.folder import RunFolder
-from support.forks import ROOT, forks, import_path
+from support.forks import ROOT, forked, forks, import_path
 
 COMMAND = [sys.executable, "-m", "ondevice"]
 EXPORTS = (("export",), ("fuse",))  # which import what takes longest
@@ -44,13 +44,14 @@ def python(
     exporting: it imports what exports do.
     """
     source = forks(program, exporting)
-    if source is not None and (done := source.run(code, *arguments)):
-        return done
-    environment = {} if program == ROOT else {"PYTHONPATH": import_path(program)}
+    path = {} if program == ROOT else {"PYTHONPATH": import_path(program)}
+    environment = {**os.environ, **path}
+    if source is not None:
+        done = forked(source.address, code, *arguments, environment=environment)
+        if done is not None:
+            return done
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **environment}
-    )
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def copied_program(folder: Path) -> Path:

@@ -208,26 +208,6 @@ def longropes(dims: int) -> tuple[dict[str, Settings], dict[str, Settings]]:
     return computed, {"longrope above its length": rope("longrope", **unequal, **LENGTH)}
 
 
-def drawn(rng: Rng, dims: int) -> Settings:
-    """A random part of what every family knows, with a random scaling of positions."""
-    kind = str(rng.choice(["default", "linear", "llama3", "yarn", "longrope"]))
-    scaling = {} if kind == "default" else settings_of(kind, rng, dims)
-    if not scaling.get("truncate", True):
-        del scaling["truncate"]  # Gemma's is refused
-    choices = {
-        "num_key_value_heads": int(rng.choice([1, 2, 4])),
-        "rms_norm_eps": float(10 ** rng.uniform(-6, 0)),
-        "rope_theta": float(10 ** rng.uniform(3, 7)),
-        "max_position_embeddings": int(rng.choice([64, 500, 131072])),
-        "tie_word_embeddings": bool(rng.random() < 0.5),
-        "intermediate_size": int(rng.choice([64, 160])),
-    }
-    return {
-        **{name: value for name, value in choices.items() if rng.random() < 0.5},
-        **rope(kind, **scaling),
-    }
-
-
 MADE = 40
 NO_SILU = ("gelu", "relu", "swish", "gelu_pytorch_tanh")
 
@@ -451,7 +431,6 @@ def test_each_setting_that_is_read_is_computed_as_in_transformers(
     computed, _ = cases(family)
     if family == "gemma3":
         computed["around it a vision tower"] = with_vision_tower(preset)
-    computed |= {f"drawn {number}": drawn(rng, dims_of(preset)) for number in range(12)}
     ours = {}
     for name, changes in computed.items():
         folder = tmp_path / name

@@ -19,7 +19,6 @@ import pytest
 from support.bundles import copied, manifest_of, rewrite
 from support.checkpoints import weights_of, write_folder
 from support.runs import COMMAND, here, ondevice
-from support.waiting import HANGS_S
 
 from ondevice.cli.outcome import DESCRIPTORS, outcome_of
 from runtime.bundle.store import WEIGHTS, Bundle
@@ -41,7 +40,7 @@ def run(origin: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ends(code: int, told: str, *arguments: object) -> None:
     """The command says so and ends with this code, and says nothing of Python's."""
-    done = ondevice(*arguments, timeout=HANGS_S)
+    done = ondevice(*arguments)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
     assert told in done.stderr
 

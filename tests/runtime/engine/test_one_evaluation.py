@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
-from support.layouts import STORED_IN_TURN, WITH_EXPERTS
+from support.layouts import STORED, WITH_EXPERTS
+from support.lengths import pairs
 from support.lora import with_lora
 from support.models import (
     FAMILIES,
@@ -51,6 +52,12 @@ from runtime.storage.activations import Activations
 MOST = 10  # evaluations of a block in one pass, each operation by itself or the head
 # linear attention is an operation more; experts are evaluated one by one: there may be hundreds
 MORE = {"qwen3_5": 1, "qwen3-moe": 8}
+OTHERS = [*((family, "") for family in MIXERS), WITH_EXPERTS]
+MODES = [
+    (0, "operation"),
+    (0, "block"),
+    (2, "block"),
+]  # layers that are kept, and what is evaluated
 PASSES = (
     "embed", "forward_lanes", "forward_keeping", "hidden", "losses", "head_backward", "backward"
 )  # fmt: skip
@@ -139,8 +146,9 @@ def peak_of(plan: Plan, run: Callable[[], object]) -> tuple[int, int]:
     return mx.get_peak_memory() - before, plan.active_bytes + workspace
 
 
-@pytest.mark.parametrize(("kept", "evaluation"), [(0, "operation"), (0, "block"), (2, "block")])
-@pytest.mark.parametrize(("family", "layouts"), [*STORED_IN_TURN, WITH_EXPERTS])
+@pytest.mark.parametrize(
+    ("family", "layouts", "kept", "evaluation"), [*pairs(STORED, MODES), *pairs(OTHERS, MODES)]
+)
 def test_gradients_are_the_oracles_and_the_cpus(
     tiny: Tiny,
     placed: Traced,
@@ -188,8 +196,9 @@ def test_gradients_are_the_oracles_and_the_cpus(
     agree(found, on_cpu)
 
 
-@pytest.mark.parametrize("evaluation", ["operation", "block"])
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXERS, "qwen3-moe"])
+@pytest.mark.parametrize(
+    ("family", "evaluation"), pairs([*FAMILIES, *MIXERS, "qwen3-moe"], ["operation", "block"])
+)
 def test_mezo_steps_are_the_cpus(
     tiny: Tiny,
     placed: Traced,

@@ -199,7 +199,8 @@ def test_workers_make_the_steps_of_one(
     alone = run_on(Workers(recorded), bundle, case, seed, tmp_path)
     grids = len(GRIDS) if case == "mezo" else grids - (case == "pairs" and grids > 1)
     for grid in GRIDS[:grids]:
-        for workers in workers_of(CASES[case], recorded, grid):
+        first, *others, last = workers_of(CASES[case], recorded, grid)
+        for workers in (first, *(others if case == "mezo" else ()), last):
             assert run_on(workers, bundle, case, seed, tmp_path) == alone
             assert isinstance(workers.exchange, Replayed) and workers.exchange.left == []
 

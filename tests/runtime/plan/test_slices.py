@@ -43,7 +43,7 @@ from runtime.plan.lower import Sizes, lower, rows_at_once
 from runtime.plan.slices import fold, width_of
 from runtime.storage.weights import Weights
 
-MLP_VALUES = 3000  # with which a slice of the small models has some columns of the width
+MLP_VALUES = 10_000  # with which a slice of the small models has some columns of the width
 
 
 @each_family
@@ -125,14 +125,13 @@ def test_gradients_are_autograds(
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     dense = reference.dense_model(bundle, adapters)
     expected_loss, expected = reference.gradients(dense, [(r.tokens, r.scored) for r in rows])
-    for kept in (0, 1):
-        for length in LENGTHS:
-            model = model_of(bundle, length, arithmetic, MLP_VALUES, slices=True)
-            matrix = bundle.manifest.matrices["model.layers.0.mlp.down_proj"]
-            assert len([*model.matrices.ranges(matrix)]) > 1
-            loss, found = mebp(model, adapters, rows, tmp_path, kept)
-            assert loss.loss_sum / loss.scored_tokens == pytest.approx(expected_loss, rel=1e-5)
-            agree(found, expected)
+    for kept, length in enumerate(LENGTHS):
+        model = model_of(bundle, length, arithmetic, MLP_VALUES, slices=True)
+        matrix = bundle.manifest.matrices["model.layers.0.mlp.down_proj"]
+        assert len([*model.matrices.ranges(matrix)]) > 1
+        loss, found = mebp(model, adapters, rows, tmp_path, kept)
+        assert loss.loss_sum / loss.scored_tokens == pytest.approx(expected_loss, rel=1e-5)
+        agree(found, expected)
 
 
 def test_more_tokens_than_are_taken_at_once(

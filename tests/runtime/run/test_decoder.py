@@ -12,7 +12,8 @@ from oracles.prefix import prefix_logits
 from support.bundles import Rng, Tiny
 from support.generation import dense_logits
 from support.layouts import LAYOUTS, WITH_EXPERTS
-from support.models import FAMILIES, adapters_of, each_family, each_with_mixers
+from support.lengths import pairs
+from support.models import FAMILIES, MIXERS, adapters_of, each_family
 from support.prefixes import prefix_of, with_prefix
 
 from runtime.adapters.lora import LoraSettings
@@ -79,8 +80,7 @@ def read_in_parts(decoder: Decoder, tokens: list[int], rng: Rng) -> dict[int, An
     return found
 
 
-@pytest.mark.parametrize("kind", PLANS)
-@each_with_mixers
+@pytest.mark.parametrize(("family", "kind"), pairs([*FAMILIES, *MIXERS, "gemma4"], PLANS))
 def test_logits_are_those_of_the_whole(tiny: Tiny, rng: Rng, family: str, kind: str) -> None:
     """Beyond Gemma's window of 16, beyond the longest bucket of 64, with adapters of any rank."""
     plain = tiny(family)

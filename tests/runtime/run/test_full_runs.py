@@ -65,6 +65,14 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def trained(run: Path) -> Path:
+    """The trained model, which a replay has written as a bundle."""
+    facts = json_of("replay", run, "--output", run.with_name("trained"), by=here)
+    assert facts["identical"] is True and facts["steps"] == STEPS
+    return run.with_name("trained")
+
+
 def test_the_bundle_stays_as_it_is_and_the_run_holds_no_adapter(model: Path, run: Path) -> None:
     succeeds("inspect", model, "--verify", by=here)
     assert not list(run.glob("**/adapter*"))
@@ -76,18 +84,13 @@ def test_the_bundle_stays_as_it_is_and_the_run_holds_no_adapter(model: Path, run
     assert summary["trainable_parameters"] == open_bundle(str(model)).manifest.parameters
 
 
-def test_replay_writes_the_trained_model_as_a_bundle(
-    model: Path, run: Path, tmp_path: Path
-) -> None:
-    facts = json_of("replay", run, "--output", tmp_path / "trained", by=here)
-    assert facts["identical"] is True and facts["steps"] == STEPS
-    succeeds("inspect", tmp_path / "trained", "--verify", by=here)
-    before, after = (np.fromfile(one / WEIGHTS, np.uint8) for one in (model, tmp_path / "trained"))
+def test_replay_writes_the_trained_model_as_a_bundle(model: Path, run: Path, trained: Path) -> None:
+    succeeds("inspect", trained, "--verify", by=here)
+    before, after = (np.fromfile(one / WEIGHTS, np.uint8) for one in (model, trained))
     assert len(before) == len(after) and (before != after).any()
     words = ["--data", "random:9", "--max-seq-length", 24]
-    bundles = (model, tmp_path / "trained")
-    assert len({json_of("eval", bundle, *words, by=here)["loss"] for bundle in bundles}) == 2
-    refuses(2, "exists", "replay", run, "--output", tmp_path / "trained")
+    assert len({json_of("eval", one, *words, by=here)["loss"] for one in (model, trained)}) == 2
+    refuses(2, "exists", "replay", run, "--output", trained)
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(
@@ -178,14 +181,12 @@ def damaged_copy(run: Path, place: Path, damage: str) -> Path:
 
 @pytest.mark.parametrize("damage", ["zeros", "cut", "gone", "pipe"])
 def test_weights_that_are_lost_are_written_from_the_log_but_not_called_identical(
-    run: Path, tmp_path: Path, damage: str
+    run: Path, trained: Path, tmp_path: Path, damage: str
 ) -> None:
     copy = damaged_copy(run, tmp_path / "run", damage)
-    succeeds("replay", run, "--output", tmp_path / "whole", by=here)
-    done = succeeds("replay", copy, "--output", tmp_path / "trained", by=here)
+    done = succeeds("replay", copy, "--output", tmp_path / "again", by=here)
     assert "identical" not in done.stdout and "it is not compared" in done.stderr
-    whole, again = (tmp_path / name / "weights.bin" for name in ("whole", "trained"))
-    assert whole.read_bytes() == again.read_bytes()
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
 
 
 def test_weights_that_are_being_trained_are_not_compared(run: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.run.session import open_session
 from runtime.storage.activations import Activations
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 TEXT = (
     "The tower is 324 metres tall, about the same height as an 81-storey building, and the "
@@ -62,7 +62,6 @@ def test_logits_are_mlx_lms(gemma: Bundle, row: Row, tmp_path: Path) -> None:
     assert float(loss) < 4.0  # a wrong norm, RoPE or tokenizer is far above
 
 
-@pytest.mark.slow
 def test_gradients_are_autograds(
     gemma: Bundle, row: Row, rng: np.random.Generator, tmp_path: Path
 ) -> None:
@@ -90,7 +89,6 @@ def _worst(errors: dict[str, float]) -> str:
     return f"{errors[name]:.1e} ({name})"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 5])
 def test_mezo_is_the_monolithic_algorithm(
     gemma: Bundle, row: Row, tmp_path: Path, seed: int, steps: int

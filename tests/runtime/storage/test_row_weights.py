@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
-from support.models import CLOSE, adapters_of, agree, each_family, mebp, model_of, rows_of
+from support.lengths import pairs
+from support.models import (
+    CLOSE,
+    FAMILIES,
+    adapters_of,
+    agree,
+    each_family,
+    mebp,
+    model_of,
+    rows_of,
+)
 from support.plans import plan_of, task_of
 
 from export.sources.open import open_checkpoint
@@ -82,8 +92,7 @@ def test_a_reader_is_asked_for_a_slice_at_a_time(
 
 
 @pytest.mark.usefixtures("few_at_once")
-@pytest.mark.parametrize("arithmetic", ["unpacked", "packed"])
-@each_family
+@pytest.mark.parametrize(("family", "arithmetic"), pairs(FAMILIES, ("unpacked", "packed")))
 def test_loss_and_gradients_are_the_checkpoints(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str, arithmetic: str
 ) -> None:
