@@ -223,7 +223,7 @@ def _check_space(
 
 def _settings(config: ExportConfig) -> dict[str, Any]:
     """The settings that are not at their default, as the manifest records them."""
-    names = [field.name for field in fields(config) if field.name in config.changed]
+    names = [field.name for field in fields(config) if config.was_given(field.name)]
     values = {name: getattr(config, name) for name in names}
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items()

@@ -81,7 +81,8 @@ def stored_forms(
         else:
             stored[use.name] = _form(config, checkpoint, use, asked)
     quantized = {name for name, form in stored.items() if isinstance(form, QuantizedForm)} - copied
-    unused = sorted(config.changed & {"calibrate", "group_size", "layout", "eight_bit"})
+    names = ("calibrate", "eight_bit", "group_size", "layout")
+    unused = [name for name in names if config.was_given(name)]
     if unused and not quantized:
         raise UsageError(
             f"{', '.join(flag(name) for name in unused)}: nothing is quantized; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
 from runtime.adapters.lora import ALL_LINEAR, LoraSettings
@@ -11,7 +11,6 @@ from runtime.config.base import (
     FILLED,
     INCREASING,
     NOT_NEGATIVE,
-    SIZE,
     Check,
     Config,
     Group,
@@ -22,9 +21,8 @@ from runtime.config.base import (
     required,
 )
 from runtime.config.lora import ALPHA, RANK, TARGETS, are_layer_names, layer_names, targets_of
-from runtime.config.shared import DEVICES, STORED, DataOptions, bundle_field
+from runtime.config.shared import DEVICES, STORED, BudgetOptions, DataOptions, bundle_field
 from runtime.core.stripes import MAX_SLICES
-from runtime.core.units import parse_bytes
 
 
 def _share(text: str) -> float:
@@ -51,7 +49,7 @@ _NAMES = Check(are_layer_names, "names of layers such as k_proj,v_proj, or none"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig(DataOptions):
+class ExportConfig(DataOptions, BudgetOptions):
     """The options of `ondevice export`, which converts a checkpoint to a bundle."""
 
     positional: ClassVar[str] = "source"
@@ -153,13 +151,6 @@ class ExportConfig(DataOptions):
         *STORAGE,
         group=Group.QUANTIZATION,
     )
-    budget: str = option(
-        "1GB",
-        "memory footprint that the export may reach, such as 300MB or 512MiB",
-        SIZE,
-        Group.MEMORY,
-        metavar="SIZE",
-    )
     lora_rank: int = option(
         8, "rank of adapters where `ondevice train` gives no other", RANK, Group.LORA
     )
@@ -208,7 +199,7 @@ class ExportConfig(DataOptions):
                 ("storage", not self.is_full, "it needs trainable full"),
                 *((name, self.is_full, "trainable full stores floats") for name in QUANTIZING),
             )
-            if useless and name in self.changed
+            if useless and self.was_given(name)
         ]
         refuse(type(self), problems)
 
@@ -216,18 +207,6 @@ class ExportConfig(DataOptions):
     def is_full(self) -> bool:
         """Whether all parameters are to be trained."""
         return self.trainable == "full"
-
-    @property
-    def changed(self) -> frozenset[str]:
-        """The names of the options that differ from their defaults."""
-        return frozenset(
-            field.name for field in fields(self) if getattr(self, field.name) != field.default
-        )
-
-    @property
-    def budget_bytes(self) -> int:
-        """The budget in bytes."""
-        return parse_bytes(self.budget)
 
     @property
     def size_share(self) -> float:

@@ -23,6 +23,7 @@ from runtime.config.base import (
 from runtime.config.shared import (
     DATA_FILE,
     HUB_DATA,
+    BudgetOptions,
     DataOptions,
     adapter_field,
     bundle_field,
@@ -34,7 +35,7 @@ FORMATS = ("peft", "gguf", "mlx")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FuseConfig(DataOptions):
+class FuseConfig(DataOptions, BudgetOptions):
     """The options of `ondevice fuse`, which adds an adapter to the weights of its bundle."""
 
     bundle: str = bundle_field()
@@ -96,13 +97,6 @@ class FuseConfig(DataOptions):
         Group.EVALUATION,
         aliases=("--seq-len",),
     )
-    budget: str = option(
-        "1GB",
-        "memory footprint that the process may reach, such as 300MB or 512MiB",
-        SIZE,
-        Group.MEMORY,
-        metavar="SIZE",
-    )
     device: str = device_field()
 
     def __post_init__(self) -> None:
@@ -112,7 +106,7 @@ class FuseConfig(DataOptions):
             f"{name} has no effect with format {self.format}; it is an option of "
             f"{' and '.join(which)}"
             for name, which in formats.items()
-            if self.format not in which and self._was_given(name)
+            if self.format not in which and self.was_given(name)
         ]
         problems += [
             f"{name} has no effect without data, to whose rows it applies"
@@ -124,20 +118,11 @@ class FuseConfig(DataOptions):
                 "skip_bad_rows",
                 "keep_empty",
             )
-            if self.data is None and self._was_given(name)
+            if self.data is None and self.was_given(name)
         ]
         if self.data is not None and not self.quality:
             problems.append("data has no effect with --no-quality")
         refuse(type(self), problems)
-
-    def _was_given(self, name: str) -> bool:
-        """Whether an option has another value than its default."""
-        return bool(getattr(self, name) != type(self).__dataclass_fields__[name].default)
-
-    @property
-    def budget_bytes(self) -> int:
-        """The budget in bytes."""
-        return parse_bytes(self.budget)
 
     @property
     def shard_bytes(self) -> int:

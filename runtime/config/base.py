@@ -157,6 +157,11 @@ class Config:
             {setting.name: _normal(setting, values[setting.name]) for setting in fields(self)}
         )
 
+    def was_given(self, name: str) -> bool:
+        """Whether an option of this or a derived class has another value than its default."""
+        defaults = {setting.name: setting.default for setting in fields(self)}
+        return name in defaults and bool(getattr(self, name) != defaults[name])
+
 
 C = TypeVar("C", bound=Config)
 

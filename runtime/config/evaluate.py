@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from runtime.config.base import (
     COUNT,
@@ -43,11 +43,7 @@ class EvalConfig(BundleConfig, DataOptions):
     data: str = required(
         f"held-out data: {DATA_FILE}, a folder with valid, {HUB_DATA}, or random:SEED", "DATA"
     )
-    adapter: str | None = adapter_field(
-        "adapter to apply: a run, an adapter folder (ours, PEFT's or mlx-lm's), or its "
-        ".safetensors file "
-        "(default: the base model)"
-    )
+    adapter: str | None = adapter_field()
     task: str = choice(
         "perplexity",
         "what is measured: the loss of the tokens (perplexity); how often the right label is the "
@@ -88,10 +84,9 @@ class EvalConfig(BundleConfig, DataOptions):
         if self.source is not None and self.parallel is not None:
             problems.append("--source compares in one process: leave out --parallel")
         unused = _OF_ROWS if self.task == "bfcl" else _OF_CALLS
-        defaults = {setting.name: setting.default for setting in fields(self)}
         problems += [
             f"{flag(name)} has no effect with --task {self.task}: leave it out"
             for name in unused
-            if getattr(self, name) != defaults[name]
+            if self.was_given(name)
         ]
         refuse(type(self), problems)

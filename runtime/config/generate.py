@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import MISSING, dataclass
 
-from runtime.config.base import COUNT, NOT_NEGATIVE, Check, Config, Group, option, refuse
-from runtime.config.shared import adapter_field, budget_field, bundle_field, device_field
-from runtime.core.units import parse_bytes
+from runtime.config.base import COUNT, NOT_NEGATIVE, Check, Group, option, refuse
+from runtime.config.shared import BudgetOptions, adapter_field, bundle_field, device_field
 
 _SHARE = Check(lambda value: 0 < value <= 1, "a number above 0, at most 1")
 _PART = Check(lambda value: 0 <= value <= 1, "a number from 0 to 1")
@@ -16,15 +15,11 @@ _WARM = Check(lambda value: 0 <= value < math.inf, "a number of 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationConfig(Config):
+class GenerationConfig(BudgetOptions):
     """The options that generation and chats share."""
 
     bundle: str = bundle_field()
-    adapter: str | None = adapter_field(
-        "adapter to apply: a run, an adapter folder (ours, PEFT's or mlx-lm's), or its "
-        ".safetensors file "
-        "(default: the base model)"
-    )
+    adapter: str | None = adapter_field()
     max_tokens: int = option(64, "tokens to generate at most, for each answer", COUNT)
     system: str | None = option(
         None,
@@ -56,7 +51,6 @@ class GenerationConfig(Config):
         Group.SAMPLING,
     )
     seed: int = option(0, "seed of the random numbers", _SEED, Group.SAMPLING)
-    budget: str = budget_field()
     device: str = device_field()
 
     def __post_init__(self) -> None:
@@ -71,11 +65,6 @@ class GenerationConfig(Config):
                     "token is taken; give --temperature 0.7, for example"
                 ],
             )
-
-    @property
-    def budget_bytes(self) -> int:
-        """The budget in bytes."""
-        return parse_bytes(self.budget)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from runtime.adapters.lora import MOST_PREFIX
@@ -62,19 +62,11 @@ def device_field() -> Any:
     )
 
 
-def budget_field() -> Any:
-    """The field for the memory budget of a command."""
-    return option(
-        "1GB",
-        "memory footprint that the process may reach, such as 300MB or 512MiB",
-        SIZE,
-        Group.MEMORY,
-        metavar="SIZE",
-    )
+ADAPTER = "a run, an adapter folder (ours, PEFT's or mlx-lm's), or its .safetensors file"
 
 
-def adapter_field(text: str) -> Any:
-    """The field for a trained LoRA adapter to apply."""
+def adapter_field(text: str = f"adapter to apply: {ADAPTER} (default: the base model)") -> Any:
+    """The field for a trained LoRA adapter."""
     return option(None, text, FILLED, metavar="PATH")
 
 
@@ -198,6 +190,24 @@ def pack_field() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BudgetOptions(Config):
+    """The memory budget of a command."""
+
+    budget: str = option(
+        "1GB",
+        "memory footprint that the process may reach, such as 300MB or 512MiB",
+        SIZE,
+        Group.MEMORY,
+        metavar="SIZE",
+    )
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes."""
+        return parse_bytes(self.budget)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataOptions(Config):
     """Options of commands that read data: which rows there are, and which tokens have a loss."""
 
@@ -226,11 +236,10 @@ class DataOptions(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BundleConfig(Config):
+class BundleConfig(BudgetOptions):
     """Options of commands that use a bundle under a memory budget."""
 
     bundle: str = bundle_field()
-    budget: str = budget_field()
     max_seq_length: int | None = option(
         None,
         "tokens to predict per row; longer rows are cut (default: the shortest of the bundle's "
@@ -249,11 +258,6 @@ class BundleConfig(Config):
         "unpacked",
         group=Group.MEMORY,
     )
-
-    @property
-    def budget_bytes(self) -> int:
-        """The budget in bytes."""
-        return parse_bytes(self.budget)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,11 +298,7 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         NOT_NEGATIVE,
         Group.TRAINING,
     )
-    adapter: str | None = adapter_field(
-        "adapter to start from: a run, an adapter folder (ours, PEFT's or mlx-lm's), or its "
-        ".safetensors file "
-        "(default: new adapters)"
-    )
+    adapter: str | None = adapter_field(f"adapter to start from: {ADAPTER} (default: new adapters)")
     lora_dropout: float | None = dropout_field()
     trainable: str | None = trainable_field()
     prefix_length: int | None = prefix_length_field()
@@ -361,11 +361,6 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         """The options of LoRA that were given, as they are typed."""
         flags = ["--rslora" if name == "rslora" else f"--lora-{name}" for name in self.given_lora]
         return [*flags, "--lora-dropout"] if self.lora_dropout else flags
-
-    def was_given(self, name: str) -> bool:
-        """Whether an option of this or a derived class has another value than its default."""
-        options = {setting.name: setting.default for setting in fields(self)}
-        return name in options and getattr(self, name) != options[name]
 
     @property
     def directions(self) -> int:
