@@ -6,6 +6,7 @@ two tables: `runtime.operations.program.StoredOperation` and `runtime.operations
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -51,9 +52,10 @@ class Execution:
     """How operations run at one sequence bucket: all sizes that the lowering has decided.
 
     `tile_rows` says how many rows of a matrix are dequantized at once, and `tile_columns` how many
-    columns of those that are taken by columns; `expert_columns` says the same of matrices of which
-    an expert at a time is taken. `chunk_rows` says how many rows of the vocabulary
-    the head takes at once, `attention_block` how many queries attention takes at once.
+    columns of those that are taken by columns; `slice_columns` says how many columns of its width a
+    sliced MLP takes at once backward, by the name of each of its matrices; `expert_columns` is of
+    matrices of which an expert at a time is taken. `chunk_rows` says how many rows of the
+    vocabulary the head takes at once, `attention_block` how many queries attention takes at once.
     `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
     floating point are multiplied a tile at a time, on every device. Other products are computed in
     `compute_dtype`, "float32" or "bfloat16"; with `in_place` one row is multiplied by the packed
@@ -64,6 +66,7 @@ class Execution:
     bucket: int
     tile_rows: Mapping[str, int]
     tile_columns: Mapping[str, int]
+    slice_columns: Mapping[str, int]
     expert_columns: Mapping[str, int]
     chunk_rows: int
     attention_block: int
@@ -115,13 +118,19 @@ class Execution:
         shifts = 0 if matrix.biases is None else _per_group(matrix, values)
         return values * self.factor_bytes + shifts
 
+    def tile_shape(self, name: str, backward: bool) -> tuple[int, int]:
+        """The rows and columns of a matrix's tile."""
+        matrix, height = self.tables.matrices[name], self.tile_rows[name]
+        width = {**self.tile_columns, **self.expert_columns}.get(name, matrix.columns)
+        if backward and name in self.slice_columns:
+            step = self.slice_columns[name]
+            height, width = (height, step) if name in self.tile_columns else (step, width)
+        return min(matrix.rows, height), min(matrix.columns, width)
+
     def largest_tile_bytes(self) -> int:
         """The most bytes that any matrix's tile takes while it is dequantized."""
-        columns = {**self.tile_columns, **self.expert_columns}
         return max(
-            self.dequantizing_bytes(
-                matrix, self.tile_rows[name] * columns.get(name, matrix.columns)
-            )
+            self.dequantizing_bytes(matrix, math.prod(self.tile_shape(name, backward=False)))
             for name, matrix in self.tables.matrices.items()
         )
 

@@ -72,7 +72,7 @@ class SlicedMlp(Function, frozen=True):
 
         Where the inputs of matrices are observed, one lane runs by itself.
         """
-        tables, width = execution.tables.matrices, self.width(call.tensor, execution)
+        tables, width = execution.tables.matrices, self.width(call.tensor, execution, call.backward)
         gate, up = (tables[name] for name in self.into.matrices(call.tensor))
         (down,) = (tables[name] for name in self.down.matrices(call.tensor))
         tokens = tokens_at_once(call.tokens)
@@ -103,10 +103,10 @@ class SlicedMlp(Function, frozen=True):
         part = inputs if call.wanted and tokens < call.tokens else 0  # of the result
         return summed + held + part
 
-    def width(self, tensor: Callable[[str], str], execution: Execution) -> int:
+    def width(self, tensor: Callable[[str], str], execution: Execution, backward: bool) -> int:
         """How many columns of its width it takes at once."""
         (name,) = self.down.matrices(tensor)
-        return execution.tile_columns[name]
+        return (execution.slice_columns if backward else execution.tile_columns)[name]
 
 
 def tile_most(matrix: Matrix, values: int, execution: Execution) -> int:

@@ -14,7 +14,7 @@ equations of biases, adapters and dropout are those of `runtime.operations.linea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -126,16 +126,15 @@ class SlicedMlpKernel:
         ys = [mx.zeros((tokens, mlp.down.rows)) for _ in xs]
         observed = [mlp.observed(tokens, lora) for lora in loras]
         arrays.settle(ys, observed)
-        for start, stop in matrices.ranges(mlp.down):
-            columns = slice(start, stop)
+        for columns in mlp.slices(backward=False):
             products: list[list[mx.array]] = [[] for _ in xs]
             for at, matrix in enumerate(mlp.gate_up):
-                tile = matrices.tile(matrix, start, stop)
+                tile = matrices.tile(matrix, columns.start, columns.stop)
                 for into, made in zip(intos, products, strict=True):
                     made.append(into[at].forward(tile, columns, arrays))
                 del tile
             activated = [mlp.gated(products.pop(0)) for _ in xs]
-            tile = matrices.tile(mlp.down, start, stop)
+            tile = matrices.tile(mlp.down, columns.start, columns.stop)
             for lane, adapter in enumerate(downs):
                 a = activated.pop(0)
                 given = matrices.input(a)
@@ -178,8 +177,8 @@ class SlicedMlpKernel:
         wanted, arrays, matrices = bool(mlp.run.instruction.wanted), mlp.tools.arrays, mlp.matrices
         into, down = mlp.into(x, loras), _DownBackward.of(mlp, dy, loras)
         dx = RowSum(arrays)
-        for start, stop in matrices.ranges(mlp.down):
-            columns = slice(start, stop)
+        for columns in mlp.slices(backward=True):
+            start, stop = columns.start, columns.stop
             tiles = [matrices.tile(matrix, start, stop) for matrix in mlp.gate_up]
             products = [
                 each.forward(tile, columns, arrays) for each, tile in zip(into, tiles, strict=True)
@@ -234,6 +233,13 @@ class _Mlp:
     @property
     def matrices(self) -> Matrices:
         return self.tools.matrices
+
+    def slices(self, backward: bool) -> Iterator[slice]:
+        """The columns of its width that are taken at once."""
+        whole = self.down.columns
+        step = self.operation.width(self.run.block.tensor, self.tools.execution, backward)
+        for start in range(0, whole, step):
+            yield slice(start, min(whole, start + step))
 
     def into(self, x: mx.array, loras: Loras) -> list[_Into]:
         """The products of x (T, C) with gate and up, of which nothing is computed yet."""

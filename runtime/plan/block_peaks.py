@@ -75,6 +75,7 @@ class PeakModel:
         self.manifest, self.lowered, self.demand = manifest, lowered, demand
         self.execution = lowered.execution
         self._forwards: dict[tuple[int, int], int] = {}
+        self._backwards: dict[int, int] = {}
         self._keeping: dict[int, int] = {}
 
     # Adapters and gradients.
@@ -180,20 +181,43 @@ class PeakModel:
 
     # Blocks.
 
+    @cached_property
+    def _alike(self) -> list[int]:
+        """For each block the first one that runs alike and has matrices of the same sizes."""
+        first: dict[object, int] = {}
+        alike = []
+        for index, lowered in enumerate(self.lowered.blocks):
+            matrices = (
+                (each.rows, each.columns, each.bits, each.group_size, each.biases is None)
+                for each in self.manifest.matrices_of(lowered.block)
+            )
+            key = (id(lowered.forward), id(lowered.backward), *matrices)
+            alike.append(first.setdefault(key, index))
+        return alike
+
     def block(self, index: int, lanes: int) -> BlockPeak:
         """The peaks of one block, with `lanes` hidden states in its forward."""
-        lowered = self.lowered.blocks[index]
+        label = self.lowered.blocks[index].block.label
+        return BlockPeak(label, self.forward(index, lanes), self._backward(self._alike[index]))
+
+    def _backward(self, index: int) -> int:
+        if index not in self._backwards:
+            lowered = self.lowered.blocks[index]
+            self._backwards[index] = self._new_backward(lowered) if self.demand.backward else 0
+        return self._backwards[index]
+
+    def _new_backward(self, lowered: LoweredBlock) -> int:
         program = lowered.program
-        backward = 0
-        if program.input and self.demand.backward and lowered.backward:
-            (last,) = lowered.head.activations if lowered.head else (program.output,)
-            alive = {program.input, gradient_of(last), *self._starts(lowered)}
-            backward = self._peak(lowered, program, lowered.backward, alive, 1, self.lowered.bucket)
-            backward += self._materialized_block(lowered)
-        return BlockPeak(lowered.block.label, self.forward(index, lanes), backward)
+        if not program.input or not lowered.backward:
+            return 0
+        (last,) = lowered.head.activations if lowered.head else (program.output,)
+        alive = {program.input, gradient_of(last), *self._starts(lowered)}
+        peak = self._peak(lowered, program, lowered.backward, alive, 1, self.lowered.bucket)
+        return peak + self._materialized_block(lowered)
 
     def forward(self, index: int, lanes: int) -> int:
         """Peak bytes while `lanes` hidden states run through a block together."""
+        index = self._alike[index]
         if (index, lanes) not in self._forwards:
             self._forwards[index, lanes] = self._forward(self.lowered.blocks[index], lanes)
         return self._forwards[index, lanes]
@@ -242,9 +266,10 @@ class PeakModel:
 
     def keeping_bytes(self, index: int) -> int:
         """Peak bytes of a layer whose forward keeps values, and whose backward starts from them."""
-        lowered = self.lowered.blocks[index]
+        index = self._alike[index]
         if index in self._keeping:
             return self._keeping[index]
+        lowered = self.lowered.blocks[index]
         program, bucket = lowered.program, self.lowered.bucket
         given = {program.input, *self._starts(lowered)}
         peak = self._peak(lowered, program, lowered.keeping, given, 1, bucket)
@@ -470,10 +495,24 @@ class PeakModel:
 
     def off_heap(self, index: int) -> tuple[int, int, int]:
         """Bytes that may lie outside the heap: the largest tile, the logits, a whole head chunk."""
-        tile = self.execution.largest_tile_bytes()
         head = self.lowered.blocks[index].head
         logits, chunk = (0, 0) if head is None else head.streamed(self.execution)
-        return tile, logits, chunk
+        return self._tile_at_peak, logits, chunk
+
+    @cached_property
+    def _tile_at_peak(self) -> int:
+        """Bytes of the largest tile; where MLPs are sliced backward, of one of theirs."""
+        execution = self.execution
+        sliced = execution.slice_columns if self.demand.backward else ()
+        return max(
+            (
+                execution.dequantizing_bytes(
+                    execution.tables.matrices[name], math.prod(execution.tile_shape(name, True))
+                )
+                for name in sliced
+            ),
+            default=execution.largest_tile_bytes(),
+        )
 
 
 def wider_bytes(manifest: Manifest, tokens: int, value_bytes: int) -> int:

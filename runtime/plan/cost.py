@@ -54,9 +54,7 @@ def _passes(
         operation = instruction.operation
         for name in operation.multiplied(layer.block.tensor):
             matrix = execution.tables.matrices[name]
-            height = min(matrix.rows, execution.tile_rows[name])
-            columns = {**execution.tile_columns, **execution.expert_columns}
-            width = min(matrix.columns, columns.get(name, matrix.columns))
+            height, width = execution.tile_shape(name, instruction.backward)
             yield matrix, height, width, operation.products_with_each(instruction.backward)
 
 

@@ -31,9 +31,11 @@ class Sizes:
 
     `tile_values` bounds the values of a matrix that are dequantized at once, `attention_block` the
     queries whose attention scores exist at once. With `slices`, an MLP takes a slice of its width
-    at a time; with `keeps_mlps`, layers that keep values take it whole, and keep its values too.
-    With `materialize_blocks`, dequantized weights stay until their block is done. `chunk_rows` is
-    how many rows of the vocabulary the head takes at once, 0 for as many as `tile_values` allows.
+    at a time, and backward, where most is in memory, matrices in it have at most `slice_values`
+    values (0: as `tile_values`); with `keeps_mlps`, layers that keep values take it whole, and keep
+    its values too. With `materialize_blocks`, dequantized weights stay until their block is done.
+    `chunk_rows` is how many rows of the vocabulary the head takes at once, 0 for as many as
+    `tile_values` allows.
     `cache_bytes` limits MLX's own cache, where it has one. On a GPU a block's forward or backward,
     or each operation in it, can be one `evaluation`. With `in_place` a token that is decoded is
     multiplied by the weights where they lie.
@@ -48,6 +50,7 @@ class Sizes:
     chunk_rows: int = 0
     evaluation: Evaluation = "part"
     in_place: bool = False
+    slice_values: int = 0
 
 
 @dataclass(frozen=True)
@@ -150,12 +153,13 @@ def lower(
         if key not in known:
             known[key] = _lower_block(manifest, block, sizes, adapted, input_wanted, context)
         blocks.append(replace(known[key], block=block))
-    widths = _slice_widths(manifest, blocks, sizes.tile_values)
+    widths = _slice_widths(manifest, blocks, sizes)
     execution = Execution(
         manifest.tables,
         bucket,
         _tile_rows(manifest, sizes.tile_values, packed) | widths.rows,
         widths.columns,
+        widths.backward,
         widths.experts,
         sizes.chunk_rows or _chunk_rows(manifest, sizes),
         sizes.attention_block,
@@ -183,29 +187,32 @@ def rows_at_once(rows: int, columns: int, values: int) -> int:
 class _Widths:
     """The rows of gate and up, and the columns of down, that MLPs take at once, by full name.
 
-    `experts` are the columns of down where an expert at a time is taken.
+    `backward` has both for the backward pass. `experts` are the columns of down where an expert at
+    a time is taken.
     """
 
     rows: dict[str, int] = field(default_factory=dict)
     columns: dict[str, int] = field(default_factory=dict)
+    backward: dict[str, int] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)
 
 
-def _slice_widths(manifest: Manifest, blocks: Sequence[LoweredBlock], values: int) -> _Widths:
-    widths = _Widths()
+def _slice_widths(manifest: Manifest, blocks: Sequence[LoweredBlock], sizes: Sizes) -> _Widths:
+    widths, most = _Widths(), sizes.slice_values or sizes.tile_values
     for lowered in blocks:
         tensor = lowered.block.tensor
         for operation in lowered.program.operations:
             if isinstance(operation, SlicedMlp):
                 into, (down,) = operation.into.matrices(tensor), operation.down.matrices(tensor)
                 gate, last = manifest.matrices[into[0]], manifest.matrices[down]
-                width = width_of(gate, last, values)
+                width = width_of(gate, last, sizes.tile_values)
                 widths.rows |= dict.fromkeys(into, width) | {down: last.rows}
                 widths.columns[down] = width
+                widths.backward |= dict.fromkeys((*into, down), width_of(gate, last, most))
             elif isinstance(operation, Experts):
                 gate, _, last = operation.of_one(tensor, manifest.matrices)
                 *of_gate_up, of_down = operation.matrices(tensor)
-                width = width_of(gate, last, values)
+                width = width_of(gate, last, most)
                 widths.rows |= dict.fromkeys(of_gate_up, width) | {of_down: last.rows}
                 widths.experts[of_down] = width
     return widths

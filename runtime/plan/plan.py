@@ -26,7 +26,15 @@ from runtime.plan.cost import seconds
 from runtime.plan.demand import Demand
 from runtime.plan.limit import check_limit, limit_warning
 from runtime.plan.lower import LoweredModel, Sizes, lower
-from runtime.plan.sizes import BLOCK, DEQUANTIZED_FROM, LEVELS, OPERATIONS, PAPER
+from runtime.plan.sizes import (
+    BLOCK,
+    LEVELS,
+    NARROW,
+    OPERATIONS,
+    PACKED,
+    PAPER,
+    with_narrow_slices,
+)
 from runtime.storage.read_ahead import BUFFER_BYTES
 
 GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its file
@@ -90,6 +98,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tile_values: Count
     attention_block: Count = msgspec.field(name="query_block")
     slice_columns: Natural  # of its width that an MLP takes at once; 0: the whole width
+    slice_values: Natural = 0  # of a matrix in a slice, backward; 0: as many as of any tile
     chunk_rows: Count
     evaluation: Evaluation = "part"
     materialize_blocks: bool = msgspec.field(name="hold")  # each block whole, while it runs
@@ -121,6 +130,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             self.chunk_rows,
             self.evaluation,
             self.in_place,
+            self.slice_values,
         )
 
     @property
@@ -140,6 +150,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return document
 
 
+Wish = tuple[Request, Demand, Sizes, int]  # a task, sizes, and batch lanes
 FACTS = ("limit_bytes", "minimum_bytes")
 """Fields of a plan that say how the machine and the process are, and decide nothing."""
 
@@ -182,7 +193,8 @@ class Planner:
         self.manifest = msgspec.structs.replace(manifest, device=machine.device)
         self.machine = machine
         self._lowered: tuple[tuple[int, Sizes, int], LoweredModel] | None = None
-        self._predicted: dict[tuple[Request, Demand, Sizes, int], tuple[Plan, float]] = {}
+        self._predicted: dict[Wish, Plan] = {}
+        self._known_seconds: dict[Wish, float] = {}
 
     def plan(self, request: Request, demand: Demand, budget_bytes: int) -> Plan:
         """The plan that fits and is fastest, or on a GPU, and with `PAPER`, the most generous one.
@@ -218,9 +230,12 @@ class Planner:
         best: tuple[float, Plan] | None = None
         for level in levels:
             for lanes in demand.lanes:
-                plan, expected = self._prediction(request, demand, level, lanes)
+                expected = self._seconds(request, demand, level, lanes)
+                if best is not None and best[0] <= expected:
+                    continue
+                plan = self._prediction(request, demand, level, lanes)
                 spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
-                if spare < 0 or (best is not None and best[0] <= expected):
+                if spare < 0:
                     continue
                 if level is levels[0] and request.layout == "budget":
                     plan = self._with_spare(request, demand, level, plan, spare)
@@ -230,15 +245,19 @@ class Planner:
                     return best[1]
         return None if best is None else best[1]
 
-    def _prediction(
-        self, request: Request, demand: Demand, sizes: Sizes, lanes: int
-    ) -> tuple[Plan, float]:
-        """The plan for given sizes, without a budget, and the seconds that a row takes by it."""
+    def _seconds(self, request: Request, demand: Demand, sizes: Sizes, lanes: int) -> float:
+        """The seconds that a row is predicted to take at given sizes."""
+        key = (request, demand, sizes, lanes)
+        if key not in self._known_seconds:
+            lowered = self.model(request, demand, sizes).lowered
+            self._known_seconds[key] = seconds(lowered, demand.backward, lanes)
+        return self._known_seconds[key]
+
+    def _prediction(self, request: Request, demand: Demand, sizes: Sizes, lanes: int) -> Plan:
+        """The plan for given sizes, without a budget."""
         key = (request, demand, sizes, lanes)
         if key not in self._predicted:
-            plan = self.predict(request, demand, sizes, 0, 0, lanes)
-            lowered = self.model(request, demand, sizes).lowered
-            self._predicted[key] = plan, seconds(lowered, demand.backward, lanes)
+            self._predicted[key] = self.predict(request, demand, sizes, 0, 0, lanes)
         return self._predicted[key]
 
     def predict(
@@ -282,6 +301,7 @@ class Planner:
             tile_values=sizes.tile_values,
             attention_block=sizes.attention_block,
             slice_columns=lowered.slice_columns,
+            slice_values=sizes.slice_values,
             chunk_rows=lowered.execution.chunk_rows,
             evaluation=sizes.evaluation,
             materialize_blocks=sizes.materialize_blocks,
@@ -313,8 +333,8 @@ class Planner:
         """
 
         def choices(sizes: Sizes) -> tuple[object, ...]:
-            tiles = (sizes.tile_values, sizes.attention_block, sizes.in_place)
-            return (*tiles, sizes.materialize_blocks, sizes.evaluation)
+            tiles = (sizes.tile_values, sizes.attention_block, sizes.slice_values)
+            return (*tiles, sizes.in_place, sizes.materialize_blocks, sizes.evaluation)
 
         ways = (BLOCK, *self._all_levels(request, demand))
         known = [replace(level, keeps_mlps=plan.keeps_mlps) for level in ways]
@@ -399,7 +419,7 @@ class Planner:
 
     def _level_sets(self, request: Request, demand: Demand) -> tuple[tuple[Sizes, ...], ...]:
         """The sizes that a plan can choose: of a set only where none of the sets before it fits."""
-        levels = self._levels(request)
+        levels = self._levels(request, demand)
         in_place: tuple[Sizes, ...] = ()
         if self.machine.numba and request.context:
             in_place = tuple(replace(level, in_place=True) for level in levels)
@@ -417,20 +437,22 @@ class Planner:
             return ()
         return () if request.layout == "paper" else OPERATIONS
 
-    def _levels(self, request: Request) -> tuple[Sizes, ...]:
+    def _levels(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
         """The sizes that a plan can choose, from generous to frugal."""
         if request.layout == "paper":
             return (PAPER,)
-        levels = LEVELS if self.machine.packed else LEVELS[DEQUANTIZED_FROM:]
+        levels = PACKED if self.machine.packed else LEVELS
         if request.layout == "whole":
-            levels = tuple(replace(level, slices=False) for level in levels)
-        return levels
+            return tuple(replace(level, slices=False) for level in levels)
+        narrows = demand.backward and not self.machine.packed
+        return with_narrow_slices(levels) if narrows else levels
 
     def _least(self, request: Request, demand: Demand) -> int:
         """The lowest peak of all levels, which need not be that of the smallest tiles."""
         return min(
-            self._prediction(request, demand, level, demand.lanes[-1])[0].predicted_peak_bytes
+            self._prediction(request, demand, level, demand.lanes[-1]).predicted_peak_bytes
             for level in self._all_levels(request, demand)
+            if level.slice_values in (0, NARROW[-1])
         )
 
     def _with_spare(
