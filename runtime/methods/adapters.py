@@ -4,7 +4,7 @@ During training they live in a scratch file (`runtime.storage.scratch`). Those o
 time are in memory, as float32 or bfloat16. Training updates and saves the float32 values.
 
 `adapters.safetensors` holds `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out), float32;
-`mlx_lm.generate --adapter-path` reads `adapter_config.json`.
+of an embedding (V, r) and (r, D). `mlx_lm.generate --adapter-path` reads `adapter_config.json`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
 class Adapters:
-    """The trainable tensors of every layer, float32, by full name; blocks run with `dtype` copies.
+    """The trainable tensors of every block, float32, by full name; blocks run with `dtype` copies.
 
     Products promote these to float32, so that only the values of adapters are rounded.
     """
@@ -58,7 +58,7 @@ class Adapters:
     def shapes(cls, manifest: Manifest) -> dict[str, tuple[int, int]]:
         """Every tensor's shape, block by block in program order."""
         shapes: dict[str, tuple[int, int]] = {}
-        for block in manifest.layers:
+        for block in manifest.blocks:
             shapes.update(cls.shapes_of(manifest, block))
         return shapes
 
@@ -90,14 +90,15 @@ class Adapters:
         return Adapters(self.manifest, self.tensors, dtype)
 
     def loras(self, block: Block) -> dict[str, Lora]:
-        """The block's adapters by relative name."""
+        """The block's adapters by relative name; of a tied head the embedding's, transposed."""
         arrays = arrays_for(self.manifest.device, one_evaluation=True)
-        loras = {}
-        for name in self.manifest.adapted(block):
+        loras, owner = {}, self.manifest.owner(block)
+        for name in self.manifest.adapted(owner):
             first, second = (
-                self._copy(full, arrays) for full in self.manifest.adapter_names(block, name)
+                self._copy(full, arrays) for full in self.manifest.adapter_names(owner, name)
             )
-            loras[name] = Lora(first, second, self.scale)
+            pair = (first, second) if owner == block else (second.T, first.T)
+            loras[name] = Lora(*pair, self.scale)
         if self.dtype != "float32":
             arrays.finish([[lora.a, lora.b] for lora in loras.values()])
         return loras
@@ -109,11 +110,11 @@ class Adapters:
 
     def config(self) -> dict[str, Any]:
         """The content of adapter_config.json."""
-        lora, layers = self.manifest.lora, self.manifest.layers
+        lora, layers, blocks = self.manifest.lora, self.manifest.layers, self.manifest.blocks
         own = {"ondevice": {"weights_sha256": self.manifest.weights_sha256, "lora": lora.to_json()}}
         if lora.prefix:
             return {KIND: PREFIX, **own}  # nothing else, so that mlx-lm refuses it
-        keys = [name for block in layers for name in self.manifest.adapted(block)]
+        keys = [name for block in blocks for name in self.manifest.adapted(block)]
         return {
             **config_of(lora, len(layers) - lora.first_layer(len(layers)), keys),
             **own,

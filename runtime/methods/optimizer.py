@@ -83,8 +83,7 @@ class Optimizer:
         self.moments = moments(name)
         manifest = adapters.manifest
         self._groups = {
-            block.name: groups(Adapters.shapes_of(manifest, block), most)
-            for block in manifest.layers
+            block: groups(Adapters.shapes_of(manifest, block), most) for block in manifest.blocks
         }
         state = {
             group.moment(which): (group.ends[-1],)
@@ -108,7 +107,7 @@ class Optimizer:
                 self.adapters.manifest.adapter_names(block, name), pair, strict=True
             )
         }
-        for group in self._groups[block.name]:
+        for group in self._groups[block]:
             self._apply(group, by_full_name)
 
     def _apply(self, group: Group, gradients: dict[str, mx.array]) -> None:

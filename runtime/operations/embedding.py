@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
 
 from runtime.arrays.stored import pages
 from runtime.operations.base import Call, Execution, Operation, Tables, require
@@ -16,8 +15,9 @@ DEQUANTIZED = 8  # arrays as large as the rows: their words, codes and halves on
 class Embedding(Operation, frozen=True):
     """Looks up a row of `matrix` (a full name) for each token; the first block begins with it.
 
-    With `positions`, another matrix, it adds row `first_position` + p for the p-th token of a row
-    of text. With `numbers` it has another result of this name, the tokens' numbers (1, T, 1).
+    LoRA adds s A[token] B, with A (V, r) and B (r, D). With `positions`, another matrix, it adds
+    row `first_position` + p for the p-th token of a row of text. With `numbers` it has another
+    result of this name, the tokens' numbers (1, T, 1).
     """
 
     outputs: tuple[str]
@@ -26,7 +26,12 @@ class Embedding(Operation, frozen=True):
     first_position: int = 0
     numbers: str = ""
 
-    reversible: ClassVar[bool] = False
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        return (self.matrix,)
+
+    def learned_results(self, adapted: frozenset[str]) -> tuple[str, ...]:
+        return self.outputs if self.matrix in adapted else ()
 
     @property
     def results(self) -> tuple[str, ...]:

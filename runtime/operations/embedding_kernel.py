@@ -1,4 +1,9 @@
-"""The embedding kernel: rows of a matrix, looked up and dequantized."""
+"""The embedding kernel: rows of a matrix, looked up and dequantized, with LoRA.
+
+For the tokens t (T,), with A (V, r), B (r, D) and the gradient dy (T, D) of y:
+
+    y = W[t] + s A[t] B    dA[t] += s dy B^T    dB = s A[t]^T dy
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
-from runtime.arrays.values import Gradients, Loras, Values, move_of
+from runtime.arrays.values import Gradients, Lora, Loras, Values, move_of
 from runtime.operations.embedding import Embedding
 from runtime.operations.kernel import Run, Tools
 
@@ -27,9 +33,13 @@ class EmbeddingKernel:
         operation = run.operation(Embedding)
         matrix = self.tools.stored[operation.matrix]
         for values, lora in zip(lanes, loras, strict=True):
-            tokens = np.array(values.pop(TOKENS)).astype(np.int64)
-            places = np.array(values.pop(POSITIONS)).astype(np.int64) + operation.first_position
-            rows = self.tools.matrices.rows(matrix, tokens, move_of(lora))[None]
+            tokens = np.array(values[TOKENS]).astype(np.int64)
+            places = np.array(values[POSITIONS]).astype(np.int64) + operation.first_position
+            rows = self.tools.matrices.rows(matrix, tokens, move_of(lora))
+            if (adapter := lora.get(operation.matrix)) is not None:
+                through_a = self._through_a(tokens, adapter)
+                rows = self.tools.arrays.add_matmul(rows, through_a, adapter.b)
+            rows = rows[None]
             if operation.positions:
                 table = self.tools.stored[operation.positions]
                 rows = rows + self.tools.matrices.rows(table, places, move_of(lora))[None]
@@ -39,4 +49,19 @@ class EmbeddingKernel:
                 values[operation.numbers] = mx.array(tokens.astype(np.float32).reshape(1, -1, 1))
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
-        raise AssertionError("an embedding is not trained")
+        """The adapter's gradients are added in place to those that are there."""
+        operation, arrays = run.operation(Embedding), self.tools.arrays
+        tokens = np.array(values[TOKENS]).astype(np.int64)
+        dy, lora = values.pop(f"~{operation.outputs[0]}").squeeze(0), loras[operation.matrix]
+        if operation.matrix not in gradients:
+            zeros = mx.zeros(lora.a.shape), mx.zeros(lora.b.shape)
+            arrays.settle(zeros)
+            gradients[operation.matrix] = zeros
+        da, db = gradients[operation.matrix]
+        arrays.add_repeated(da, tokens, arrays.matmul(dy, lora.b.T, lora.scale))
+        arrays.add_to(db, ..., arrays.matmul(self._through_a(tokens, lora).T, dy))
+        return {}
+
+    def _through_a(self, tokens: npt.NDArray[np.int64], lora: Lora) -> mx.array:
+        """s A[t] (T, r)."""
+        return mx.take(lora.a, mx.array(tokens.astype(np.int32)), axis=0) * lora.scale

@@ -205,7 +205,13 @@ def _filled(config: C, lora: LoraSettings) -> C:
 
 def _checked(lora: LoraSettings, manifest: Manifest) -> LoraSettings:
     """The settings, with -1 where all of the model's layers get adapters."""
-    lora.check_targets(manifest.linear_names, manifest.expert_names)
+    lora.check_targets(manifest.linear_names, manifest.expert_names, manifest.outside_names)
+    outside = [name for name in manifest.outside_names if lora.adapts(name, outside=True)]
+    if lora.dropout and outside:
+        raise UsageError(
+            f"--lora-dropout {lora.dropout:g} with --lora-targets {','.join(outside)}: PEFT and "
+            "mlx-lm drop other values there, or none; give --lora-dropout 0, or other targets"
+        )
     if not lora.targets:
         raise UsageError(
             "the bundle's default adapts no linear layer; give --lora-targets, of "
@@ -242,7 +248,8 @@ def _option(name: str) -> str:
 def _effective(lora: LoraSettings, name: str, manifest: Manifest) -> object:
     """A setting as far as it matters to this model."""
     if name == "targets":
-        return {linear for linear in manifest.linear_names if lora.adapts(linear)}
+        outside = {f"{name} outside" for name in manifest.outside_names if lora.adapts(name, True)}
+        return outside | {linear for linear in manifest.linear_names if lora.adapts(linear)}
     if name == "layers":
         return lora.first_layer(len(manifest.layers))
     return getattr(lora, name)

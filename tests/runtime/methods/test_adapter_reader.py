@@ -182,7 +182,7 @@ _TOWER = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_with("base_model.model.lm_head.lora_A.weight", _ONE), "it adapts lm_head"),
+        (_with("base_model.model.lm_head.lora_A.weight", _ONE), "lm_head has only one of its"),
         (_with("base_model.model.lm_head.weight", _ONE), "'base_model.model.lm_head.weight'; only"),
         (_with(f"{Q}.lora_magnitude_vector", _ONE), "vector', which means DoRA"),
         (_with(f"{Q}.lora_B.bias", _ONE), "lora_B.bias', which means adapters with a bias; only"),
@@ -197,7 +197,7 @@ _TOWER = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.
         (_renamed("layers.1.mlp", "layers.0.mlp"), "only the same in consecutive layers"),
         (_renamed("layers.1.", "layers.0."), "it has layer 0, expected are layer 1"),
         (_renamed("layers.1.", "layers.9."), "it has layer 9, expected are layer 1"),
-        (_renamed("layers.1.", "layers.1234567890."), "only linear layers inside"),
+        (_renamed("layers.1.", "layers.1234567890."), "only linear layers and embeddings"),
         (_renamed("q_proj", "w_proj"), "does not fit the bundle"),
         (lambda tensors: {}, "holds no tensors"),
     ],
