@@ -25,7 +25,7 @@ from runtime.engine.graphs import Graphs
 from runtime.machine.backend import load_onednn
 from runtime.operations.attention import STARTS
 from runtime.operations.base import Operation
-from runtime.operations.embedding_kernel import POSITIONS, TOKENS
+from runtime.operations.embedding_kernel import LOOKED_UP, POSITIONS, TOKENS
 from runtime.operations.head_kernel import HeadKernel, HeadResult, Targets
 from runtime.operations.kernel import Observe, Tools
 from runtime.operations.logits_kernel import LogitsKernel, Shaping
@@ -164,7 +164,7 @@ class Model:
         """
         block, values = self.blocks[0], self._placed(tokens, offsets)
         lowered = self._lowered[block]
-        values[gradient_of(lowered.program.output)] = dy
+        values |= {LOOKED_UP: values[TOKENS], gradient_of(lowered.program.output): dy}
         del dy
         schedule, program = lowered.backward, lowered.program
         self.executor.reverse(block, program, schedule, self.bucket, values, loras, gradients)

@@ -205,8 +205,7 @@ class Backprop:
                 del x, dh
         if self.adapters.manifest.owner(model.blocks[-1]) != model.blocks[-1]:
             for name, (da, db) in gradients.items():
-                gradients[name] = mx.contiguous(db.T), mx.contiguous(da.T)
-            mx.eval(gradients)
+                gradients[name] = db.T, da.T
         return result
 
     def _head_adapter(

@@ -41,11 +41,20 @@ class Embedding(Operation, frozen=True):
         return (self.matrix, self.positions) if self.positions else (self.matrix,)
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
+        if call.backward:  # parts of the adapter's gradient
+            return 4 * call.tokens * execution.rank * F32
         tables = 2 if self.positions else 1
         return 3 * tables * call.tokens * execution.tables.matrices[self.matrix].columns * F32
 
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
-        """The rows as they are stored, and each array on the way from there to float32."""
+        """The rows as they are stored, and each array on the way from there to float32.
+
+        Backward, which of the distinct tokens each one is, and the adapter's gradient anew.
+        """
+        if call.backward:
+            matrix, rank = execution.tables.matrices[self.matrix], execution.rank
+            own = 2 * pages(matrix.rows * rank * F32) + 2 * pages(matrix.columns * rank * F32)
+            return own + pages(call.tokens**2 * F32) + 4 * pages(call.tokens * rank * F32)
         tables = 2 if self.positions else 1
         return DEQUANTIZED * tables * pages(call.bytes_of(self.outputs[0]))
 

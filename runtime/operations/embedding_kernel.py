@@ -21,6 +21,7 @@ from runtime.operations.kernel import Run, Tools
 # the values that a block without an input is given, both (T,) integers: tokens, and where in its
 # row of text each of them is
 TOKENS, POSITIONS = "tokens", "positions"
+LOOKED_UP = "looked up"  # the tokens again, for the backward
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class EmbeddingKernel:
         operation = run.operation(Embedding)
         matrix = self.tools.stored[operation.matrix]
         for values, lora in zip(lanes, loras, strict=True):
-            tokens = np.array(values[TOKENS]).astype(np.int64)
-            places = np.array(values[POSITIONS]).astype(np.int64) + operation.first_position
+            tokens = np.array(values.pop(TOKENS)).astype(np.int64)
+            places = np.array(values.pop(POSITIONS)).astype(np.int64) + operation.first_position
             rows = self.tools.matrices.rows(matrix, tokens, move_of(lora))
             if (adapter := lora.get(operation.matrix)) is not None:
                 through_a = self._through_a(tokens, adapter)
@@ -51,7 +52,7 @@ class EmbeddingKernel:
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
         """The adapter's gradients are added in place to those that are there."""
         operation, arrays = run.operation(Embedding), self.tools.arrays
-        tokens = np.array(values[TOKENS]).astype(np.int64)
+        tokens = np.array(values.pop(LOOKED_UP)).astype(np.int64)
         dy, lora = values.pop(f"~{operation.outputs[0]}").squeeze(0), loras[operation.matrix]
         if operation.matrix not in gradients:
             zeros = mx.zeros(lora.a.shape), mx.zeros(lora.b.shape)

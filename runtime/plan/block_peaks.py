@@ -84,24 +84,54 @@ class PeakModel:
 
     @cached_property
     def all_adapter_bytes(self) -> int:
-        """Bytes of the float32 adapters of all layers."""
-        return sum(self.block_adapter_bytes(block) for block in self.manifest.layers)
+        """Bytes of the float32 adapters of all blocks."""
+        return sum(self.block_adapter_bytes(block) for block in self.manifest.blocks)
 
     @cached_property
     def adapter_bytes(self) -> int:
-        """Bytes of the adapters in memory while a layer runs.
+        """Bytes of the adapters in memory while a layer runs."""
+        own = self._copied_bytes(self._most_adapters, self._largest_adapter)
+        return own + (self.all_adapter_bytes if self.demand.all_adapters else 0)
 
-        If adapters are rounded, those of the current matrix also exist as float32.
+    def _copied_bytes(self, block_bytes: int, largest: int) -> int:
+        """Bytes of the copies with which a block runs, by those of its adapters and of the largest.
+
+        If adapters are rounded, those of the current matrix also exist as float32. If all adapters
+        are in memory, a block runs with these.
         """
-        copy_bytes = self._most_adapters // 2 if self._rounded else self._most_adapters
-        current = copy_bytes * self.demand.adapter_copies
+        if self.demand.all_adapters and not self._rounded:
+            return 0
+        copy_bytes = block_bytes // 2 if self._rounded else block_bytes
+        copies = copy_bytes * self.demand.adapter_copies
         if self._rounded:
             # on a GPU all of a block are rounded in one evaluation
-            on_gpu = self.manifest.device == "gpu"
-            current += self._most_adapters if on_gpu else self._largest_adapter
-        if not self.demand.all_adapters:
-            return current
-        return self.all_adapter_bytes + (current if self._rounded else 0)
+            copies += block_bytes if self.manifest.device == "gpu" else largest
+        return copies
+
+    def _end_bytes(self, lowered: LoweredBlock, lanes: int) -> int:
+        """Bytes of adapters and gradients while the embedding or the head runs with an adapter.
+
+        The head's products with it are of a chunk of the vocabulary. A gradient is held twice where
+        it is added to that of earlier micro-batches, and three times where it is stored or summed.
+        """
+        owner = self.manifest.owner(lowered.block)
+        own = self.block_adapter_bytes(owner)
+        if not own or lowered.block in self.manifest.layers:
+            return 0
+        demand, execution = self.demand, self.execution
+        nbytes = self._copied_bytes(own, own)
+        if demand.backward:
+            times = 3 if demand.stores_gradients or demand.sums_gradients else 1
+            nbytes += own * max(times, 2 if demand.holds_gradients else 1)
+            nbytes -= self._waiting_gradients
+        by_token = execution.bucket * execution.rank * F32
+        nbytes += 6 * lanes * by_token
+        if lowered.head is not None:
+            logits = lowered.head.streamed(execution)[0]
+            nbytes += 2 * execution.chunk_rows * execution.rank * F32
+            if execution.one_evaluation and demand.backward:
+                nbytes += 4 * lanes * logits + 2 * own
+        return nbytes
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -124,7 +154,21 @@ class PeakModel:
     @property
     def perturbing_bytes(self) -> int:
         """Extra bytes while perturbed copies of a block's adapters are made."""
-        return self.demand.scratch_copies * self._most_adapters
+        copies, outside = self.demand.scratch_copies, self._outside_adapters
+        ends = self._copied_bytes(outside, outside) + copies * outside - self.only_in_layers
+        return max(copies * self._most_adapters, ends if outside else 0)
+
+    @cached_property
+    def _outside_adapters(self) -> int:
+        """The most bytes of the adapter of the embedding or the head."""
+        return max(self.block_adapter_bytes(self.manifest.blocks[at]) for at in (0, -1))
+
+    @cached_property
+    def _waiting_gradients(self) -> int:
+        """Bytes of the gradient of a tied head's adapter, which waits for the embedding's."""
+        first, last = self.manifest.blocks[0], self.manifest.blocks[-1]
+        waits = self.demand.backward and self.manifest.owner(last) == first
+        return self.block_adapter_bytes(first) if waits else 0
 
     @cached_property
     def weight_update_bytes(self) -> int:
@@ -178,8 +222,9 @@ class PeakModel:
 
     @property
     def _held_gradients(self) -> int:
-        """Bytes of the gradients that are held until the last micro-batch of a step."""
-        return self.all_adapter_bytes if self.demand.holds_gradients else 0
+        """Bytes of gradients that wait for a step's last micro-batch, or for the embedding."""
+        held = self.all_adapter_bytes if self.demand.holds_gradients else 0
+        return held + self._waiting_gradients
 
     @cached_property
     def _most_adapters(self) -> int:
@@ -211,11 +256,12 @@ class PeakModel:
         lowered = self.lowered.blocks[index]
         program = lowered.program
         backward = 0
-        if program.input and self.demand.backward and lowered.backward:
+        if self.demand.backward and lowered.backward:
             (last,) = lowered.head.activations if lowered.head else (program.output,)
-            alive = {program.input, gradient_of(last), *self._starts(lowered)}
+            alive = {gradient_of(last)}
+            alive |= {program.input, *self._starts(lowered)} if program.input else set()
             backward = self._peak(lowered, program, lowered.backward, alive, 1, self.lowered.bucket)
-            backward += self._materialized_block(lowered)
+            backward += self._materialized_block(lowered) + self._end_bytes(lowered, 1)
         return BlockPeak(lowered.block.label, self.forward(index, lanes), backward)
 
     def forward(self, index: int, lanes: int) -> int:
@@ -236,7 +282,7 @@ class PeakModel:
                 self.demand.backward, (), lanes, bucket, program.values, lowered.block.tensor
             )
             peak = max(peak, lowered.head.working_bytes(call, self.execution))
-        return peak
+        return peak + self._end_bytes(lowered, lanes)
 
     def _starts(self, lowered: LoweredBlock) -> tuple[str, ...]:
         """The value that a layer has besides, for each hidden state of packed rows."""
