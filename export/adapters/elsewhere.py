@@ -31,13 +31,15 @@ class Term(NamedTuple):
     Where n of our matrices are rows of the module's, their terms lie side by side in A, and each
     at its rows in B, which is 0 elsewhere. With `transposed` the module stores its weight as
     (in, out). PEFT adapts a `parameter` by the weight's name: those of routers, which are no linear
-    layers in transformers, and of modules whose names it takes for those of experts.
+    layers in transformers, and of modules whose names it takes for those of experts. A and B of a
+    `lookup`, an embedding, are (V, n r) and (n r, D).
     """
 
     a: F32
     b: F32
     transposed: bool = False
     parameter: bool = False
+    lookup: bool = False
 
 
 def terms_elsewhere(adapter: Adapter, what: str) -> dict[str, Term]:
@@ -50,7 +52,9 @@ def terms_elsewhere(adapter: Adapter, what: str) -> dict[str, Term]:
     origins, renames = origins_in(manifest.provenance, what), _LOADED_AS.get(manifest.family, ())
     routers, of_experts = _routers(adapter), manifest.expert_names
     pieces: dict[str, list[tuple[Origin, F32, F32, bool]]] = {}
+    looked_up: set[str] = set()
     for own, (a, b) in adapter.modules.items():
+        a, b = (b.T, a.T) if own == adapter.lookup else (a, b)
         name, rows = f"{own}{_WEIGHT}", b.shape[1]
         start = 0
         for part in origins.get(name, (Origin(name, 0, rows, rows),)):
@@ -60,8 +64,14 @@ def terms_elsewhere(adapter: Adapter, what: str) -> dict[str, Term]:
             named = own in routers or module.rpartition(".")[2] in of_experts
             piece = part, a, b[:, start : start + part.rows], named
             pieces.setdefault(module, []).append(piece)
+            looked_up |= {module} if own == adapter.lookup else set()
             start += part.rows
-    return {module: _side_by_side(parts) for module, parts in pieces.items()}
+    terms = {module: _side_by_side(parts) for module, parts in pieces.items()}
+    for module in looked_up:
+        terms[module] = terms[module]._replace(
+            a=terms[module].b.T, b=terms[module].a.T, lookup=True
+        )
+    return terms
 
 
 def _side_by_side(parts: list[tuple[Origin, F32, F32, bool]]) -> Term:

@@ -251,6 +251,12 @@ class Manifest(Record, frozen=True):
         return tuple(sorted({name.split(".")[-1] for name in paths}))
 
     @property
+    def embedding_names(self) -> tuple[str, str]:
+        """The full names of the two tensors that adapt the embedding, if it is adapted."""
+        block = self.blocks[0]
+        return self.adapter_names(block, self._adaptable(block)[0])
+
+    @property
     def outside_names(self) -> tuple[str, ...]:
         """The same of the embedding, and of the head where it has a matrix of its own."""
         ends = dict.fromkeys(map(self.owner, (self.blocks[0], self.blocks[-1])))

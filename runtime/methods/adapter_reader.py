@@ -6,6 +6,7 @@ Ours and mlx-lm's are `adapters.safetensors`, PEFT's `adapter_model.safetensors`
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 
 from runtime.adapters import mlx_lm, peft
 from runtime.adapters.lora import LoraSettings
-from runtime.adapters.names import Coverage, coverage_of, is_of_tower, is_prefix, number
+from runtime.adapters.names import A, B, Coverage, coverage_of, is_of_tower, is_prefix, number
+from runtime.bundle.manifest import Manifest
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import read_small, require_file
@@ -54,10 +56,11 @@ class AdapterFiles:
     weights: Path
     config: Path
     is_peft: bool
+    manifest: Manifest | None = None  # of the model, where tensors are read
 
     @classmethod
-    def at(cls, path: Path) -> AdapterFiles:
-        """Those of a run, an adapter folder, or a .safetensors file.
+    def at(cls, path: Path, manifest: Manifest | None = None) -> AdapterFiles:
+        """Those of a run, an adapter folder, or a .safetensors file, for a model.
 
         Raises:
             BundleError: there is nothing, or a file is altered, or no safetensors file.
@@ -99,7 +102,7 @@ class AdapterFiles:
                 f"{path} cannot be read: it is not there. An adapter is a run that has saved, or "
                 f"a folder with {mlx_lm.WEIGHTS} or {peft.WEIGHTS}"
             )
-        return cls(path, config, is_peft)
+        return cls(path, config, is_peft, manifest)
 
     @property
     def hint(self) -> str:
@@ -181,7 +184,8 @@ class AdapterFiles:
         try:
             require_file(self.weights)
             with safe_open(self.weights, framework="numpy") as file:
-                yield AdapterTensors(self.weights, file)
+                assert self.manifest is not None, "tensors are read for a model"
+                yield AdapterTensors(self.weights, file, self.manifest)
         except (OSError, SafetensorError) as problem:
             raise BundleError(f"{self.weights} cannot be read: {problem}") from None
 
@@ -193,11 +197,11 @@ class AdapterTensors:
         BundleError: a tensor has another type, or a name that no tensor of an adapter has.
     """
 
-    def __init__(self, path: Path, file: Any) -> None:
+    def __init__(self, path: Path, file: Any, manifest: Manifest) -> None:
         self._path, self._file = path, file
         self._stored: dict[str, str] = {}
         self.shapes: dict[str, Shape] = {}
-        names = sorted(file.keys())
+        names = sorted(itertools.filterfalse(peft.is_base, file.keys()))
         if towers := [name for name in names if is_of_tower(name)]:
             raise BundleError(
                 f"{path}: {len(towers)} of its {len(names)} tensors adapt what sees or hears, such "
@@ -216,6 +220,28 @@ class AdapterTensors:
                 raise BundleError(f"{path}: {stored} and {self._stored[name]} are both {name}")
             self._stored[name] = stored
             self.shapes[name] = shape[::-1] if self._is_peft else shape
+        if self._is_peft and manifest.owner(manifest.blocks[-1]) == manifest.blocks[0]:
+            self._join_tied(*manifest.embedding_names)
+
+    def _join_tied(self, first: str, second: str) -> None:
+        """Make one of PEFT's two adapters of a matrix that is both the embedding and the head's.
+
+        Raises:
+            BundleError: there is one for the lookup or the head alone, or the two differ.
+        """
+        head = [name for name in (f"{peft.HEAD}.{A}", f"{peft.HEAD}.{B}") if name in self.shapes]
+        both = bool(head) == (first in self.shapes)
+        if both and len(head) == 2 and second in self.shapes:
+            a, b = map(self.read, head)
+            both = np.array_equal(a.T, self.read(second)) and np.array_equal(b.T, self.read(first))
+        if not both:
+            raise BundleError(
+                f"{self._path}: the model's head multiplies by its embedding, and PEFT has adapted "
+                "one of the two, or both otherwise; a matrix has one adapter here, which PEFT "
+                f"makes with ensure_weight_tying=True; {MERGE}"
+            )
+        for name in head:
+            del self.shapes[name], self._stored[name]
 
     def _own_name(self, stored: str) -> str:
         if not self._is_peft:

@@ -171,7 +171,7 @@ class Adapters:
             UsageError: the path is not valid UTF-8, its run has trained all parameters, or the
                 bundle's weights hold these adapters already.
         """
-        files = AdapterFiles.at(path)
+        files = AdapterFiles.at(path, manifest)
         _check_stated(manifest, files)
         expected = cls.shapes(manifest)
         tensors: Tensors = {} if into is None else into
@@ -196,14 +196,14 @@ class Adapters:
         refuse_held(digest_of(parts, self.scale), held, where)
 
 
-def lora_of(path: Path) -> LoraSettings | None:
-    """The LoRA settings of adapters (a folder, or the file itself); None if no config is there.
+def lora_of(path: Path, manifest: Manifest) -> LoraSettings | None:
+    """The LoRA settings of a model's adapters (a folder, or the file); None if no config is there.
 
     Raises:
         BundleError: the config is damaged, or of another kind of adapter.
         UsageError: the path is not valid UTF-8, or its run has trained all parameters.
     """
-    stated = AdapterFiles.at(path).stated()
+    stated = AdapterFiles.at(path, manifest).stated()
     return None if stated is None else stated.lora
 
 

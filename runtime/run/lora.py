@@ -44,7 +44,7 @@ def to_train(config: C, bundle: Bundle, note: Note | None = None) -> tuple[C, Bu
     manifest = bundle.manifest
     adapter = None
     if config.adapter is not None and (config.trainable or manifest.trainable) != "full":
-        adapter = lora_of(Path(config.adapter))
+        adapter = lora_of(Path(config.adapter), manifest)
     config = replace(config, trainable=config.trainable or _trainable(config, adapter, manifest))
     if config.trains_prefix:
         return _with_prefix(config, bundle, adapter)
@@ -151,7 +151,7 @@ def to_apply(adapter: Path | None, bundle: Bundle, note: Note | None = None) -> 
     """
     if adapter is None:
         return bundle.with_lora(msgspec.structs.replace(bundle.manifest.lora, targets=()))
-    lora = lora_of(adapter)
+    lora = lora_of(adapter, bundle.manifest)
     if lora is None:
         lora = bundle.manifest.lora
         if note is not None:
