@@ -45,6 +45,7 @@ _NO_MATTER = frozenset(
         *("base_model_name_or_path", "revision", "target_modules", "exclude_modules"),
         *("layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size"),
         *("r", "lora_alpha", "lora_dropout", "use_rslora", "ensure_weight_tying", "eva_config"),
+        *("fan_in_fan_out", "target_parameters", "rank_pattern", "alpha_pattern"),
     }
 )
 _MEANING = {
@@ -52,13 +53,9 @@ _MEANING = {
     "bias": "trained biases",
     "lora_bias": "adapters with a bias",
     "modules_to_save": "whole modules that were trained beside the adapters",
-    "rank_pattern": "ranks that differ from module to module",
-    "alpha_pattern": "alphas that differ from module to module",
     "layer_replication": "a model whose layers are replicated",
     "trainable_token_indices": "trained embeddings of tokens",
-    "target_parameters": "adapters of parameters that are no linear layer",
     "alora_invocation_tokens": "adapters that only some tokens switch on (aLoRA)",
-    "fan_in_fan_out": "layers that store their weight transposed",
     "use_qalora": "QALoRA, which averages the adapters' input in groups",
 }
 # initializations that leave the base model as it is; others subtract from its weights
@@ -186,12 +183,29 @@ def stated_in(config: dict[str, Any]) -> dict[str, Any]:
         if key not in _NO_MATTER and not _is_plain(key, value):
             meaning = f", which means {_MEANING[key]}" if key in _MEANING else ""
             raise UnsupportedError(f"its {key} is {value!r:.80}{meaning}; this is not supported")
+    _check_patterns(config)
     return {
         "rank": config["r"],
         "alpha": number(config["lora_alpha"], "lora_alpha"),
         "dropout": config.get("lora_dropout") or 0.0,
         "rslora": config.get("use_rslora") or False,
     }
+
+
+def _check_patterns(config: dict[str, Any]) -> None:
+    """Raise UnsupportedError where modules have another scale; their ranks the tensors show."""
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    rank, alpha = config["r"], number(config["lora_alpha"], "lora_alpha")
+    for module in {**ranks, **alphas}:
+        given = number(ranks.get(module, rank), module), number(alphas.get(module, alpha), module)
+        times = given[0] / rank
+        if not math.isclose(
+            given[1], alpha * (math.sqrt(times) if config.get("use_rslora") else times)
+        ):
+            raise UnsupportedError(
+                f"its rank_pattern and alpha_pattern say rank {given[0]:g} and alpha {given[1]:g} "
+                f"of {module!r:.80}: alphas that differ, and other scales; only one is supported"
+            )
 
 
 def _is_plain(key: str, value: Any) -> bool:

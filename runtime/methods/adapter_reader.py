@@ -28,6 +28,7 @@ from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import read_small, require_file
 from runtime.core.lookalikes import HUB_ID
 from runtime.core.paths import text_path
+from runtime.methods.joined_adapters import Piece, joined, pieces_of
 from runtime.storage.saves import SLOTS, check_adapter
 
 F32 = npt.NDArray[np.float32]
@@ -165,7 +166,7 @@ class AdapterFiles:
 
     def _completed(self, lora: LoraSettings) -> LoraSettings:
         """The settings with the targets and layers that the tensors have."""
-        with self.opened() as tensors:
+        with self.opened(lora.rank) as tensors:
             coverage = tensors.coverage
         if coverage.rank != lora.rank:
             raise BundleError(
@@ -175,8 +176,8 @@ class AdapterFiles:
         return msgspec.structs.replace(lora, targets=coverage.targets, layers=coverage.layers)
 
     @contextmanager
-    def opened(self) -> Iterator[AdapterTensors]:
-        """The tensors, whose names and shapes are checked.
+    def opened(self, rank: int) -> Iterator[AdapterTensors]:
+        """The tensors, whose names and shapes are checked, of adapters of this rank.
 
         Raises:
             BundleError: the file is damaged, or its tensors are not those of an adapter.
@@ -185,7 +186,7 @@ class AdapterFiles:
             require_file(self.weights)
             with safe_open(self.weights, framework="numpy") as file:
                 assert self.manifest is not None, "tensors are read for a model"
-                yield AdapterTensors(self.weights, file, self.manifest)
+                yield AdapterTensors(self.weights, file, self.manifest, rank)
         except (OSError, SafetensorError) as problem:
             raise BundleError(f"{self.weights} cannot be read: {problem}") from None
 
@@ -194,11 +195,13 @@ class AdapterTensors:
     """The tensors of an open adapter file by our names, with our shapes, as float32.
 
     Raises:
-        BundleError: a tensor has another type, or a name that no tensor of an adapter has.
+        BundleError: a tensor has another type, or a name that no tensor of an adapter has, or
+            PEFT's modules are no matrices of the model.
     """
 
-    def __init__(self, path: Path, file: Any, manifest: Manifest) -> None:
+    def __init__(self, path: Path, file: Any, manifest: Manifest, rank: int) -> None:
         self._path, self._file = path, file
+        self._pieces: dict[str, list[Piece]] = {}
         self._stored: dict[str, str] = {}
         self.shapes: dict[str, Shape] = {}
         names = sorted(itertools.filterfalse(peft.is_base, file.keys()))
@@ -220,8 +223,30 @@ class AdapterTensors:
                 raise BundleError(f"{path}: {stored} and {self._stored[name]} are both {name}")
             self._stored[name] = stored
             self.shapes[name] = shape[::-1] if self._is_peft else shape
-        if self._is_peft and manifest.owner(manifest.blocks[-1]) == manifest.blocks[0]:
-            self._join_tied(*manifest.embedding_names)
+        if self._is_peft:
+            self._rename(manifest, rank)
+            if manifest.owner(manifest.blocks[-1]) == manifest.blocks[0]:
+                self._join_tied(*manifest.embedding_names)
+
+    def _rename(self, manifest: Manifest, rank: int) -> None:
+        """Name the adapters of transformers' modules by the matrices of which these are made."""
+        try:
+            pieces = pieces_of(self.shapes, manifest, rank, self._named)
+        except ValueError as problem:
+            raise BundleError(f"{self._path}: {problem}; {MERGE}") from None
+        theirs = {piece.module for parts in pieces.values() for piece in parts}
+        others = {n: s for n, s in self.shapes.items() if n.rpartition(".")[0] not in theirs}
+        for own, parts in pieces.items():
+            (inputs, ranks), (_, outputs) = (
+                self.shapes[f"{parts[0].module}.{part}"] for part in (A, B)
+            )
+            ranks = len(range(ranks)[parts[0].ranks])
+            outputs = sum(
+                len(range(self.shapes[f"{one.module}.{B}"][1])[one.rows]) for one in parts
+            )
+            others |= {f"{own}.{A}": (inputs, ranks), f"{own}.{B}": (ranks, outputs)}
+            self._pieces |= {f"{own}.{A}": parts, f"{own}.{B}": parts}
+        self.shapes = others
 
     def _join_tied(self, first: str, second: str) -> None:
         """Make one of PEFT's two adapters of a matrix that is both the embedding and the head's.
@@ -241,7 +266,7 @@ class AdapterTensors:
                 f"makes with ensure_weight_tying=True; {MERGE}"
             )
         for name in head:
-            del self.shapes[name], self._stored[name]
+            del self.shapes[name]
 
     def _own_name(self, stored: str) -> str:
         if not self._is_peft:
@@ -306,6 +331,15 @@ class AdapterTensors:
         Raises:
             BundleError: it holds values that are not finite.
         """
+        if name not in self._pieces:
+            return self._named(name)
+        try:
+            return joined(name, self._pieces[name], self._named)
+        except ValueError as problem:
+            raise BundleError(f"{self._path}: {problem}; {MERGE}") from None
+
+    def _named(self, name: str) -> F32:
+        """A tensor by its name in the file as ours are formed."""
         stored = self._stored[name]
         part = self._file.get_slice(stored)
         if part.get_dtype() == "BF16":  # which NumPy lacks

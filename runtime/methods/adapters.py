@@ -175,7 +175,7 @@ class Adapters:
         _check_stated(manifest, files)
         expected = cls.shapes(manifest)
         tensors: Tensors = {} if into is None else into
-        with files.opened() as stored:  # of a prefix too
+        with files.opened(manifest.lora.rank) as stored:  # of a prefix too
             stored.check_fits(expected, files.hint)
             for name in expected:
                 tensors[name] = mx.array(stored.read(name))

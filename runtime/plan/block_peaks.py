@@ -519,17 +519,22 @@ class PeakModel:
     def hole_bytes(self) -> int:
         """The most unused bytes of a heap that an operation leaves by arrays of many sizes.
 
-        Where shared keys go along with hidden states, arrays between blocks leave holes, too.
+        Where shared keys go along with hidden states, arrays between blocks leave holes, too. So
+        does an adapter of the embedding or the head, which no hole of the layers' arrays fits.
         """
         lanes, tokens = self.demand.lanes[-1], self.lowered.bucket
         further = self.manifest.widest - self.manifest.hidden_size
-        return BETWEEN * tokens * further * F32 + max(
-            operation.hole_bytes(
-                Call(False, (), lanes, tokens, layer.program.values, layer.block.tensor),
-                self.execution,
+        return (
+            self._outside_adapters
+            + BETWEEN * tokens * further * F32
+            + max(
+                operation.hole_bytes(
+                    Call(False, (), lanes, tokens, layer.program.values, layer.block.tensor),
+                    self.execution,
+                )
+                for layer in self.lowered.layers
+                for operation in layer.program.operations
             )
-            for layer in self.lowered.layers
-            for operation in layer.program.operations
         )
 
     @property

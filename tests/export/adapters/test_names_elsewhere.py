@@ -13,7 +13,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from model_types.tiny import tiny as tiny_settings
 from oracles.whole_model import dense_model
 from safetensors.numpy import load_file
-from support.adapters import saved_adapter, written
+from support.adapters import check_same, read_again, saved_adapter, written
 from support.bundles import Tiny, runnable, settings
 from support.checkpoints import Arrays, weights_of, write_folder
 from support.fusing import fused_model, silent
@@ -27,7 +27,7 @@ from export.bundle import export_bundle
 from export.fused.checkpoint import write_checkpoint
 from export.sources.families import transformers_config
 from export.sources.random import PRESETS
-from export.sources.source import RENAMED
+from runtime.adapters.origins import RENAMED
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, UsageError
@@ -118,6 +118,7 @@ def test_what_is_added_is_added_to_the_same_rows(tmp_path: Path, rng: Rng, famil
         assert np.allclose(delta.T if family == "gpt2" else delta, value, atol=1e-5), name
     assert config["fan_in_fan_out"] == (family == "gpt2")
     assert bool(config["rank_pattern"]) == (family == "granitemoehybrid")
+    check_same(read_again(bundle, out), adapters)
 
 
 def with_origins(manifest: Manifest, origins: object) -> Manifest:
@@ -181,6 +182,7 @@ def test_routers_are_named_as_parameters(tiny: Tiny, rng: Rng, tmp_path: Path) -
     assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     layers = range(len(bundle.manifest.layers))
     assert config["target_parameters"] == [f"model.layers.{i}.mlp.gate.weight" for i in layers]
+    check_same(read_again(bundle, out), read_again(bundle, tmp_path / "ours"))
     saved_adapter(bundle, rng, tmp_path / "drops", dropout=0.1)
     words = ("adapter", tmp_path / "drops", "--bundle", bundle.path, "--to", "peft")
     done = here(*words, "-o", tmp_path / "none")

@@ -185,7 +185,7 @@ _TOWER = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_with("base_model.model.lm_head.lora_A.weight", _ONE), "lm_head has only one of its"),
+        (_with("base_model.model.lm_head.lora_A.weight", _ONE), "PEFT has adapted one of the two"),
         (_with("base_model.model.lm_head.weight", _ONE), "'base_model.model.lm_head.weight'; only"),
         (_with(f"{Q}.lora_magnitude_vector", _ONE), "vector', which means DoRA"),
         (_with(f"{Q}.lora_B.bias", _ONE), "lora_B.bias', which means adapters with a bias; only"),
