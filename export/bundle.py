@@ -92,7 +92,7 @@ def _export(
     cut = cut_model(checkpoint.family, checkpoint.config)
     source = str(checkpoint.provenance["name"])
     refuse_unread(checkpoint.family, checkpoint.config, checkpoint.given, source)
-    config.lora.check_targets(linear_names(cut), expert_names(cut))
+    config.lora.check_targets(linear_names(cut, outside=True), expert_names(cut))
     stored, copied = stored_forms(config, checkpoint, cut)
     _check_space(config, checkpoint, writer, stored)
     engine = None if make_engine is None else make_engine(writer.place)

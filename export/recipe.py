@@ -44,7 +44,7 @@ def matrices(cut: Cut) -> Iterator[Use]:
             for at, name in enumerate(operation.matrices(block.tensor)):
                 if name not in seen:
                     seen.add(name)
-                    routes = bool(operation.adaptable) and rows[at] in counts
+                    routes = bool(counts and operation.adaptable) and rows[at] in counts
                     yield Use(name, index, 0 < index < len(cut.blocks) - 1, routes)
 
 
@@ -106,12 +106,12 @@ def _check_names(config: ExportConfig, cut: Cut) -> None:
         )
 
 
-def linear_names(cut: Cut) -> set[str]:
-    """The last parts of the names of all linear layers."""
+def linear_names(cut: Cut, outside: bool = False) -> set[str]:
+    """The last parts of the names of all linear layers; `outside` of embedding and head too."""
     return {
         name.split(".")[-1]
-        for block_type in cut.block_types.values()
-        for operation in block_type.operations
+        for block in (cut.blocks if outside else cut.blocks[1:-1])
+        for operation in cut.block_types[block.type].operations
         for name in operation.adaptable
     }
 

@@ -36,6 +36,22 @@ class Adapter:
         return sorted({name for block in layers for name in self.manifest.adapted(block)})
 
     @property
+    def lookup(self) -> str:
+        """The name of the embedding, if it is adapted; its tensors are (V, r) and (r, D)."""
+        return next(iter(self.manifest.adapted(self.manifest.blocks[0])), "")
+
+    @property
+    def outside(self) -> list[str]:
+        """The names of the adapted modules outside of layers."""
+        ends = self.manifest.blocks[0], self.manifest.blocks[-1]
+        return [name for block in ends for name in self.manifest.adapted(block)]
+
+    @property
+    def tied(self) -> bool:
+        """Whether the model's head multiplies by its embedding."""
+        return self.manifest.owner(self.manifest.blocks[-1]) == self.manifest.blocks[0]
+
+    @property
     def layers(self) -> range:
         """The numbers of the adapted layers."""
         count = len(self.manifest.layers)

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from export.adapters.adapter import Adapter
-from export.sources.origins import origins_in
-from export.sources.source import Origin
 from export.stored import F32
-
-_WEIGHT = ".weight"
-# parts of names that transformers (5.24) changes as it loads the checkpoints of a family
-_LOADED_AS: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "exaone": (
-        ("transformer.h.", "model.layers."),
-        *((".attn.attention.out_", ".self_attn.o_"), (".attn.attention.", ".self_attn.")),
-        *((".c_fc_0", ".gate_proj"), (".c_fc_1", ".up_proj"), (".mlp.c_proj", ".mlp.down_proj")),
-    ),
-    "granitemoe": ((".router.layer", ".router"),),
-    "mixtral": ((".block_sparse_moe.", ".mlp."),),
-}
+from runtime.adapters.origins import Origin, elsewhere
 
 
 class Term(NamedTuple):
@@ -31,37 +17,44 @@ class Term(NamedTuple):
     Where n of our matrices are rows of the module's, their terms lie side by side in A, and each
     at its rows in B, which is 0 elsewhere. With `transposed` the module stores its weight as
     (in, out). PEFT adapts a `parameter` by the weight's name: those of routers, which are no linear
-    layers in transformers, and of modules whose names it takes for those of experts.
+    layers in transformers, and of modules whose names it takes for those of experts. A and B of a
+    `lookup`, an embedding, are (V, n r) and (n r, D).
     """
 
     a: F32
     b: F32
     transposed: bool = False
     parameter: bool = False
+    lookup: bool = False
 
 
 def terms_elsewhere(adapter: Adapter, what: str) -> dict[str, Term]:
     """An adapter's terms by the names of transformers' modules.
 
     Of an own matrix that is joined of several, each has the same A, and its rows of B. For `what`
-    and the errors see `origins_in`.
+    and the errors see `runtime.adapters.origins.origins_in`.
     """
     manifest = adapter.manifest
-    origins, renames = origins_in(manifest.provenance, what), _LOADED_AS.get(manifest.family, ())
     routers, of_experts = _routers(adapter), manifest.expert_names
     pieces: dict[str, list[tuple[Origin, F32, F32, bool]]] = {}
-    for own, (a, b) in adapter.modules.items():
-        name, rows = f"{own}{_WEIGHT}", b.shape[1]
+    looked_up: set[str] = set()
+    rows = {own: manifest.matrices[own].rows for own in adapter.modules}
+    for own, parts in elsewhere(manifest.family, manifest.provenance, rows, what).items():
+        a, b = adapter.modules[own]
+        a, b = (b.T, a.T) if own == adapter.lookup else (a, b)
         start = 0
-        for part in origins.get(name, (Origin(name, 0, rows, rows),)):
-            module = part.name.removesuffix(_WEIGHT)
-            for old, new in renames:
-                module = module.replace(old, new)
+        for module, part in parts:
             named = own in routers or module.rpartition(".")[2] in of_experts
             piece = part, a, b[:, start : start + part.rows], named
             pieces.setdefault(module, []).append(piece)
+            looked_up |= {module} if own == adapter.lookup else set()
             start += part.rows
-    return {module: _side_by_side(parts) for module, parts in pieces.items()}
+    terms = {module: _side_by_side(parts) for module, parts in pieces.items()}
+    for module in looked_up:
+        terms[module] = terms[module]._replace(
+            a=terms[module].b.T, b=terms[module].a.T, lookup=True
+        )
+    return terms
 
 
 def _side_by_side(parts: list[tuple[Origin, F32, F32, bool]]) -> Term:

@@ -69,6 +69,12 @@ def _add_tensors(file: GGUFWriter, adapter: Adapter) -> None:
     manifest = adapter.manifest
     arch = architecture_of(manifest.family)
     name_of = tensor_names(arch, len(manifest.layers))
+    if adapter.lookup and adapter.tied:
+        raise UsageError(
+            f"--to gguf: llama.cpp would take the adapter of {adapter.lookup} for the head too, "
+            "which multiplies by the same matrix, and has it in the wrong shape there; ondevice "
+            "fuse --format gguf adds it to the weights"
+        )
     for module, term in terms_elsewhere(adapter, "--to gguf").items():
         name = f"{module}.weight"
         stored = name_of(name)
@@ -76,6 +82,9 @@ def _add_tensors(file: GGUFWriter, adapter: Adapter) -> None:
             raise UsageError(f"--to gguf: llama.cpp's {arch} has no tensor for {name}")
         times = term.a.shape[1] // manifest.lora.rank  # llama.cpp divides alpha by each rank
         columns = np.ascontiguousarray(term.b.T * np.float32(times))  # (out, r)
-        order = model_rows(manifest.family, manifest.config, name, len(columns))
-        file.add_tensor(f"{stored}.{A}", np.ascontiguousarray(term.a.T))  # (r, in)
+        order = None
+        if not term.lookup:
+            order = model_rows(manifest.family, manifest.config, name, len(columns))
+        a = term.a if term.lookup else term.a.T  # (V, r), whose rows are looked up, or (r, in)
+        file.add_tensor(f"{stored}.{A}", np.ascontiguousarray(a))
         file.add_tensor(f"{stored}.{B}", columns if order is None else columns[order])

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from export.adapters.adapter import Adapter, base_model
-from export.adapters.elsewhere import terms_elsewhere
+from export.adapters.elsewhere import Term, terms_elsewhere
 from export.adapters.gguf import write_gguf
 from export.sources.families import TEXT_TYPES, build_model
 from export.stored import F32
@@ -50,6 +50,10 @@ def _write_peft(adapter: Adapter, output: Path, force: bool, base: str | None) -
     name, revision = base_model(manifest.provenance) if base is None else (base, None)
     every_layer = len(adapter.layers) == len(manifest.layers)
     terms = terms_elsewhere(adapter, "--to peft")
+    tied = adapter.tied and bool(adapter.lookup)
+    if tied:  # PEFT's head has an adapter of its own
+        a, b = adapter.modules[adapter.lookup]
+        terms[peft.HEAD] = Term(b.T, a.T)
     named = {module for module, term in terms.items() if term.parameter}
     if named and lora.dropout:
         raise UsageError(
@@ -69,9 +73,10 @@ def _write_peft(adapter: Adapter, output: Path, force: bool, base: str | None) -
     config |= peft.patterns_of(lora, ranks) | {
         "target_parameters": weights or None,
         "fan_in_fan_out": all(term.transposed for term in terms.values()),
+        "ensure_weight_tying": tied,
     }
     tensors = {
-        peft.stored_name(f"{module}.{part}", adapter.sees): value.T
+        peft.stored_name(f"{module}.{part}", adapter.sees, term.lookup): value.T
         for module, term in terms.items()
         for part, value in ((A, term.a), (B, term.b))
     }
@@ -81,16 +86,20 @@ def _write_peft(adapter: Adapter, output: Path, force: bool, base: str | None) -
 def _write_mlx(adapter: Adapter, output: Path, force: bool, base: str | None) -> None:
     """Write a folder for `mlx_lm.load(model, adapter_path=...)`."""
     name = base_model(adapter.manifest.provenance)[0] if base is None else base
-    config = mlx_lm.config_of(adapter.manifest.lora, len(adapter.layers), adapter.paths)
+    inside = adapter.sees or adapter.manifest.family in TEXT_TYPES.values()
+    ends = [outer_name(own, _INSIDE) if inside else own for own in adapter.outside]
+    keys = [*adapter.paths, *ends]
+    config = mlx_lm.config_of(adapter.manifest.lora, len(adapter.layers), keys)
     modules = dict(build_model(adapter.manifest.family, adapter.manifest.config).named_modules())
     if others := sorted(
-        path for path in adapter.modules if type(modules.get(path)).__name__ != "Linear"
+        path
+        for path in adapter.modules
+        if type(modules.get(path)).__name__ not in ("Linear", "Embedding")
     ):
         raise UsageError(
-            f"--to mlx: mlx-lm adapts linear layers alone, and has {others[0]} as something else; "
-            "train without that target (--lora-targets), or use --to peft"
+            f"--to mlx: mlx-lm adapts linear layers and embeddings, and has {others[0]} as "
+            "something else; train without that target (--lora-targets), or use --to peft"
         )
-    inside = adapter.sees or adapter.manifest.family in TEXT_TYPES.values()
     tensors = {
         outer_name(own, _INSIDE) if inside else own: value for own, value in adapter.tensors.items()
     }

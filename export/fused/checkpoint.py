@@ -21,11 +21,11 @@ from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
 from export.sources.families import build_model, stored_numbers, transformers_config
 from export.sources.general import model_class, shifts
-from export.sources.origins import origins_in
 from export.sources.safetensors_files import INDEX
-from export.sources.source import INSIDE, Origin, turned
+from export.sources.source import INSIDE, turned
 from export.stored import F32, FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
+from runtime.adapters.origins import Origin, origins_in
 from runtime.core.documents import safetensors_header
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import flush, flush_path, storage_errors

@@ -33,17 +33,28 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter's term of a matrix W (R, C): scale * (a b)^T, with a (C, r) and b (r, R)."""
+    """An adapter's term of a matrix W (R, C): scale * (a b)^T, with a (C, r) and b (r, R).
+
+    Of a `lookup`, an embedding, it is scale * a b, with a (R, r) and b (r, C).
+    """
 
     a: F32
     b: F32
     scale: float
+    lookup: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of W."""
+        inputs, outputs = self.a.shape[0], self.b.shape[1]
+        return (inputs, outputs) if self.lookup else (outputs, inputs)
 
     def rows(self, start: int, stop: int) -> F32:
         """Rows start:stop of it, (stop - start, C)."""
-        part = np.float32(self.scale) * self.b[:, start:stop].T  # (stop - start, r)
+        left, right = (self.a, self.b.T) if self.lookup else (self.b.T, self.a)
+        part = np.float32(self.scale) * left[start:stop]  # (stop - start, r)
         with np.errstate(over="ignore", invalid="ignore"):  # of damaged adapters, who uses it says
-            product: F32 = np.matmul(part, self.a.T, dtype=np.float32)
+            product: F32 = np.matmul(part, right.T, dtype=np.float32)
         return product
 
 
@@ -77,9 +88,9 @@ class FusedCheckpoint(Checkpoint):
         }
         shapes = dict(shapes_at[offset] for offset in sorted(shapes_at))
         for name, term in added.items():
-            expected = (term.b.shape[1], term.a.shape[0])
-            if shapes.get(f"{name}{_WEIGHT}") != expected or term.a.shape[1] != term.b.shape[0]:
-                raise ValueError(f"what is added to {name} has the shape {expected}")
+            fits = shapes.get(f"{name}{_WEIGHT}") == term.shape
+            if not fits or term.a.shape[1] != term.b.shape[0]:
+                raise ValueError(f"what is added to {name} has the shape {term.shape}")
         source = str(manifest.provenance.get("name", bundle.path.name))
         digests = _digests(bundle, added)
         fused = {"adapted": len(added), "adapters": digests}

@@ -16,7 +16,7 @@ import numpy as np
 
 from export.stored import F32
 from runtime.arrays.arrays import view
-from runtime.arrays.values import Values
+from runtime.arrays.values import Loras, Values
 from runtime.engine.model import Model, Positions
 from runtime.engine.sample import Row
 from runtime.engine.visits import visit
@@ -44,7 +44,7 @@ class RowPass:
     """One pass of rows through the blocks of a session's models.
 
     As many rows as the plan has batch lanes are in memory together, so that each tile of weights is
-    read once for all of them. Layers run with `adapters`, where there are any.
+    read once for all of them. Blocks run with `adapters`, where there are any.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RowPass:
         """Run the first block."""
         with self._visit(0):
             for index, (row, model) in enumerate(zip(self.rows, self.models, strict=True)):
-                x = model.embed(row.tokens[:-1].astype(np.int64))
+                x = model.embed(row.tokens[:-1].astype(np.int64), self.loras(0))
                 self.values.put(index, {_input_of(model, 1): x})
                 del x
                 self.check_budget()
@@ -107,6 +107,11 @@ class RowPass:
         (x,) = self.values.get(row).values()
         return self.models[row].hidden(x, scored)
 
+    def loras(self, index: int) -> Loras:
+        """The adapters of a block."""
+        block = self.models[0].blocks[index]
+        return {} if self.adapters is None else self.adapters.loras(block)
+
     def _hidden(self) -> Iterator[F32]:
         with self._visit(-1):
             for index, row in enumerate(self.rows):
@@ -118,7 +123,7 @@ class RowPass:
         for group in self.groups if begin < stop else ():
             model = self.models[group[0]]
             lowered = model.lowered.blocks[index]
-            loras = {} if self.adapters is None else self.adapters.loras(lowered.block)
+            loras = self.loras(index)
             lanes: list[Values] = [self.values.get(row) for row in group]
             model.executor.forward(
                 lowered.block,

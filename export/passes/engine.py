@@ -246,7 +246,8 @@ class ExportEngine:
             )
             targets = [rows[i].targets for i in chosen]
             heads = (passes[0].models[start], passes[1].models[start])
-            divergences += compare_heads(*heads, first, second, targets)
+            loras = passes[0].loras(-1), passes[1].loras(-1)
+            divergences += compare_heads(*heads, first, second, targets, loras)
             self._watch()
         return divergences
 

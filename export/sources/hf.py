@@ -24,7 +24,6 @@ from export.sources.families import (
 )
 from export.sources.general import Made, completed, shifts, tensors_made
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
-from export.sources.origins import together
 from export.sources.safetensors_files import (
     FLOAT_TYPES,
     AnyTensor,
@@ -37,9 +36,7 @@ from export.sources.safetensors_files import (
 from export.sources.settings import unknown_settings
 from export.sources.source import (
     INSIDE,
-    RENAMED,
     Checkpoint,
-    Origin,
     check_tensors,
     first_names,
     slices,
@@ -49,6 +46,7 @@ from export.sources.tokenizer import folder_tokenizer
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_CONFIG, checked
 from runtime.adapters.names import is_of_tower, unwrapped
+from runtime.adapters.origins import RENAMED, Origin, together
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead, kind_of
 

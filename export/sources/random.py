@@ -19,8 +19,9 @@ from export.sources.families import (
     parameter_shapes,
 )
 from export.sources.general import whole_tensors
-from export.sources.source import RENAMED, Checkpoint, Origin
+from export.sources.source import Checkpoint
 from export.stored import F32
+from runtime.adapters.origins import RENAMED, Origin
 from runtime.core.errors import UsageError
 
 

@@ -8,46 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.core.errors import BundleError
 
 # in a provenance: the type of the text model, where it is inside of one that sees or hears
 INSIDE = "text_model_type"
-RENAMED = "renamed"  # in a provenance
 SLICE_VALUES = 4 << 20  # how many values of a tensor are in memory at a time
-
-
-class Origin(NamedTuple):
-    """Of the `height` rows of the tensor `name` of a checkpoint, `rows` from `first` on.
-
-    With `transposed` the checkpoint has it as (in, out), and its rows are columns there. `columns`
-    are the first one, how many there are, and how many the checkpoint's has; None for all. A
-    `times` above 1 stands for so many tensors, whose names have the numbers from 0 on in place of a
-    star.
-    """
-
-    name: str
-    first: int
-    rows: int
-    height: int
-    transposed: bool = False
-    columns: tuple[int, int, int] | None = None
-    times: int = 1
-
-    @property
-    def each(self) -> tuple[Origin, ...]:
-        """The origins that this one stands for."""
-        if self.times == 1:
-            return (self,)
-        names = (self.name.replace("*", str(number)) for number in range(self.times))
-        return tuple(self._replace(name=name, times=1) for name in names)
-
-    @property
-    def across(self) -> tuple[int, int, int]:
-        """The columns, where all are one."""
-        return self.columns or (0, 1, 1)
 
 
 class Checkpoint(ABC):

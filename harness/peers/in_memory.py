@@ -63,11 +63,12 @@ def plain_loss(model: Model, adapters: Adapters, rows: Sequence[Sample]) -> floa
     """Mean loss over all scored targets, each sample run by itself from end to end."""
     total, count = 0.0, 0
     for row in rows:
-        x = model.embed(row.inputs, offsets=row.offsets)
+        x = model.embed(row.inputs, adapters.loras(model.blocks[0]), row.offsets)
         for block in model.blocks[1:-1]:
             x = model.forward(block, x, adapters.loras(block), row.offsets)
         h = model.hidden(x, row.scored)
-        (result,) = model.losses([h], [row.targets], gradient=False)
+        loras = [adapters.loras(model.blocks[-1])]
+        (result,) = model.losses([h], [row.targets], gradient=False, loras=loras)
         total += float(result.loss.sum().item())  # type: ignore[arg-type]
         count += len(row.targets)
     return total / count

@@ -125,11 +125,13 @@ def _added(adapters: Adapters) -> dict[str, LowRank]:
     from runtime.arrays.arrays import view
 
     names = [name.removesuffix(".lora_a") for name in adapters.tensors if name.endswith(".lora_a")]
+    looked_up = adapters.manifest.adapted(adapters.manifest.blocks[0])
     return {
         name: LowRank(
             view(adapters.tensors[f"{name}.lora_a"]),
             view(adapters.tensors[f"{name}.lora_b"]),
             adapters.scale,
+            name in looked_up,
         )
         for name in names
     }

@@ -24,9 +24,10 @@ ALL_LAYERS = -1
 class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The settings of LoRA adapters.
 
-    `targets` are the names of linear layers, such as `q_proj`, or "all-linear". `layers` says how
-    many transformer layers get adapters, counted from the last one, -1 for all of them. `dropout`
-    is the probability with which training drops a value of an adapter's input.
+    `targets` are the names of linear layers, such as `q_proj`, or "all-linear": all in transformer
+    layers, but not the embedding and the head, which are named. `layers` says how many transformer
+    layers get adapters, counted from the last one, -1 for all of them. `dropout` is the probability
+    with which training drops a value of an adapter's input.
 
     With `prefix`, so many keys and values of every attention in these layers are trained instead
     (prefix tuning), and no linear layer is adapted.
@@ -45,23 +46,28 @@ class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         """The factor of an adapter's output."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    def adapts(self, name: str) -> bool:
-        """Whether a matrix gets an adapter, by the last part of its name."""
-        return not self.prefix and self._targets(name)
-
-    def _targets(self, name: str) -> bool:
-        return self.targets == ALL_LINEAR or name.split(".")[-1] in self.targets
+    def adapts(self, name: str, outside: bool = False) -> bool:
+        """Whether a matrix gets an adapter, by the last part of its name; `outside` of layers or in
+        one of them.
+        """
+        if self.prefix or self.targets == ALL_LINEAR:
+            return not self.prefix and not outside
+        return name.split(".")[-1] in self.targets
 
     def first_layer(self, count: int) -> int:
         """The first of `count` transformer layers that gets adapters."""
         return 0 if self.layers == ALL_LAYERS else max(0, count - self.layers)
 
-    def check_targets(self, names: Collection[str], experts: Collection[str] = ()) -> None:
+    def check_targets(
+        self, names: Collection[str], experts: Collection[str] = (), outside: Collection[str] = ()
+    ) -> None:
         """Raise UsageError for a target that is not among a model's `names` of linear layers.
 
-        `experts` are the names of matrices of experts, which have no adapters.
+        `experts` are the names of matrices of experts, which have no adapters; `outside` those of
+        the embedding and the head, or of one matrix that is both.
         """
-        unknown = [] if self.targets == ALL_LINEAR else sorted(set(self.targets) - set(names))
+        known = {*names, *outside}
+        unknown = [] if self.targets == ALL_LINEAR else sorted(set(self.targets) - known)
         if of_experts := sorted(set(unknown) & set(experts)):
             raise UsageError(
                 f"--lora-targets {','.join(of_experts)}: these are experts, which have no adapters "
@@ -71,6 +77,8 @@ class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             raise UsageError(
                 f"--lora-targets {','.join(unknown)}: the model has no such linear layer; it has "
                 f"{', '.join(sorted(names))}"
+                + (f", and outside of its layers {' and '.join(outside)}" if outside else "")
+                + (", by which its head multiplies, too" if len(outside) == 1 else "")
             )
 
     @property

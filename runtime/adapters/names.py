@@ -1,7 +1,8 @@
 """The names of an adapter's tensors here, and the rank, layers and targets that these show.
 
-Ours are mlx-lm's: `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out). Those of a prefix of
-m rows are `model.layers.N.ATTENTION.prefix_keys` (m, K D) and `.prefix_values` (m, K E).
+Ours are mlx-lm's: `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out); (V, r) and (r, D) of
+an embedding. Those of a prefix of m rows are `model.layers.N.ATTENTION.prefix_keys` (m, K D) and
+`.prefix_values` (m, K E).
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _TOWERS = frozenset(
 
 
 class Coverage(NamedTuple):
-    """The part of a model with adapters: the modules `targets` in layers `first` to `last`."""
+    """The part of a model with adapters: the modules `targets` in layers `first` to `last`.
+
+    The embedding and the head may be among the targets; where they alone are, the layers are none.
+    """
 
     rank: int
     targets: tuple[str, ...]
@@ -40,8 +44,8 @@ class Coverage(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """How many layers, counted from the last one."""
-        return self.last - self.first + 1
+        """How many layers, counted from the last one; 1 where none has a target."""
+        return max(1, self.last - self.first + 1)
 
     @property
     def where(self) -> str:
@@ -95,14 +99,15 @@ def coverage_of(shapes: Mapping[str, Shape]) -> Coverage:
         raise ValueError("it holds no tensors")
     ranks: dict[int, str] = {}
     by_layer: dict[int, set[str]] = defaultdict(set)
+    outside: set[str] = set()
     for module in sorted(modules):
         layer, path = _place(module)
-        by_layer[layer].add(path)
+        (outside if layer is None else by_layer[layer]).add(path)
         ranks.setdefault(_rank(module, shapes), module)
     if len(ranks) > 1:
         examples = ", ".join(f"{rank} in {module}" for rank, module in sorted(ranks.items())[:3])
         raise ValueError(f"its modules have different ranks ({examples}); only one is supported")
-    first, last = min(by_layer), max(by_layer)
+    first, last = min(by_layer, default=0), max(by_layer, default=-1)
     paths = by_layer[first]
     for layer in range(first, last + 1):
         if by_layer[layer] != paths:
@@ -110,18 +115,21 @@ def coverage_of(shapes: Mapping[str, Shape]) -> Coverage:
                 f"layer {first} has adapters on {_listed(paths)}, layer {layer} on "
                 f"{_listed(by_layer[layer])}; only the same in consecutive layers is supported"
             )
-    targets = sorted({path.split(".")[-1] for path in paths})
+    targets = sorted({path.split(".")[-1] for path in (*paths, *outside)})
     return Coverage(next(iter(ranks)), tuple(targets), first, last)
 
 
-def _place(module: str) -> tuple[int, str]:
-    """The layer of a module such as `model.layers.3.self_attn.q_proj`, and its name in there."""
+def _place(module: str) -> tuple[int | None, str]:
+    """The layer of a module such as `model.layers.3.self_attn.q_proj`, and its name in there.
+
+    No layer, and the whole name, of one outside.
+    """
     parts = module.split(".")
     number = next((i for i, part in enumerate(parts) if part.isascii() and part.isdecimal()), None)
-    if number is None or number + 1 == len(parts) or len(parts[number]) > 9:
-        raise ValueError(
-            f"it adapts {module}; only linear layers inside of transformer layers are supported"
-        )
+    if number is None:
+        return None, module
+    if number + 1 == len(parts) or len(parts[number]) > 9:
+        raise ValueError(f"it adapts {module}; only linear layers and embeddings are supported")
     return int(parts[number]), ".".join(parts[number + 1 :])
 
 

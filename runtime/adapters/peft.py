@@ -1,7 +1,8 @@
 """PEFT's LoRA adapters: their files, the names of their tensors, and their configuration.
 
-A module MODULE has `base_model.model.MODULE.lora_A.weight` (r, in) and `.lora_B.weight` (out, r):
-the transposes of ours. `lora_alpha / r` is our scale, or `lora_alpha / sqrt(r)` with rsLoRA.
+A module MODULE has `base_model.model.MODULE.lora_A.weight` (r, in) and `.lora_B.weight` (out, r),
+an embedding `.lora_embedding_A` (r, V) and `.lora_embedding_B` (D, r): the transposes of ours.
+`lora_alpha / r` is our scale, or `lora_alpha / sqrt(r)` with rsLoRA.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ WEIGHTS, CONFIG, PICKLE = "adapter_model.safetensors", "adapter_config.json", "a
 KIND = "peft_type"
 
 _OUTER = "base_model.model."
+HEAD = "lm_head"  # of transformers' models, tied or not
 _PARTS = {A: "lora_A.weight", B: "lora_B.weight"}
+_LOOKED_UP = {A: "lora_embedding_A", B: "lora_embedding_B"}
+_BASE = ".base_layer.weight"  # of an embedding or head: its own weight, which PEFT saves as well
 # as PEFT writes them; without the prefix, or with the adapter's name, they are saved by hand
 _STORED = re.compile(
-    rf"(?:{re.escape(_OUTER)})?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight"
+    rf"(?:{re.escape(_OUTER)})?(?P<module>.+)\.lora_"
+    r"(?:(?P<part>[AB])(?:\.default)?\.weight|embedding_(?P<row>[AB])(?:\.default)?)"
 )
 _KIND = re.compile(r"\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)\b")
 _OTHER_TENSORS = {
     "lora_magnitude_vector": "DoRA, which also trains the lengths of rows",
-    "lora_embedding_": "adapters of the embedding",
     "lora_B.bias": "adapters with a bias",
     "modules_to_save": "whole modules that were trained beside the adapters",
 }
@@ -41,6 +45,7 @@ _NO_MATTER = frozenset(
         *("base_model_name_or_path", "revision", "target_modules", "exclude_modules"),
         *("layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size"),
         *("r", "lora_alpha", "lora_dropout", "use_rslora", "ensure_weight_tying", "eva_config"),
+        *("fan_in_fan_out", "target_parameters", "rank_pattern", "alpha_pattern"),
     }
 )
 _MEANING = {
@@ -48,13 +53,9 @@ _MEANING = {
     "bias": "trained biases",
     "lora_bias": "adapters with a bias",
     "modules_to_save": "whole modules that were trained beside the adapters",
-    "rank_pattern": "ranks that differ from module to module",
-    "alpha_pattern": "alphas that differ from module to module",
     "layer_replication": "a model whose layers are replicated",
     "trainable_token_indices": "trained embeddings of tokens",
-    "target_parameters": "adapters of parameters that are no linear layer",
     "alora_invocation_tokens": "adapters that only some tokens switch on (aLoRA)",
-    "fan_in_fan_out": "layers that store their weight transposed",
     "use_qalora": "QALoRA, which averages the adapters' input in groups",
 }
 # initializations that leave the base model as it is; others subtract from its weights
@@ -65,15 +66,18 @@ class UnsupportedError(ValueError):
     """An adapter is of a kind that is not supported; the message says of which, in words."""
 
 
-def stored_name(name: str, inside: bool = False) -> str:
-    """PEFT's name of our tensor; `inside` a model that also sees, as transformers names it."""
+def stored_name(name: str, inside: bool = False, lookup: bool = False) -> str:
+    """PEFT's name of our tensor; `inside` a model that also sees, as transformers names it.
+
+    `lookup` says that it is an embedding's.
+    """
     module, _, part = name.rpartition(".")
-    return f"{_OUTER}{module_name(module, inside)}.{_PARTS[part]}"
+    return f"{_OUTER}{module_name(module, inside)}.{(_LOOKED_UP if lookup else _PARTS)[part]}"
 
 
 def module_name(module: str, inside: bool = False) -> str:
     """transformers' name of a module; `inside` a model that also sees."""
-    return outer_name(module, _INSIDE) if inside else module
+    return outer_name(module, _INSIDE) if inside and module != HEAD else module
 
 
 def own_name(stored: str) -> str:
@@ -83,12 +87,17 @@ def own_name(stored: str) -> str:
         UnsupportedError: it is of another kind than those of linear layers.
     """
     if found := _STORED.fullmatch(unwrapped(stored)):
-        return f"{inner_name(found['module'])}.{A if found['part'] == 'A' else B}"
+        return f"{inner_name(found['module'])}.{A if 'A' in found.group('part', 'row') else B}"
     meaning = next((said for part, said in _OTHER_TENSORS.items() if part in stored), "")
     raise UnsupportedError(
         f"it holds {stored!r:.200}{meaning and f', which means {meaning}'}; only "
-        f"{_OUTER}MODULE.lora_A.weight and .lora_B.weight are supported"
+        f"{_OUTER}MODULE.lora_A.weight, .lora_B.weight and those of embeddings are supported"
     )
+
+
+def is_base(stored: str) -> bool:
+    """Whether a tensor is an adapted module's own weight, which is the bundle's here."""
+    return stored.endswith(_BASE)
 
 
 def is_stored_name(name: str) -> bool:
@@ -117,7 +126,10 @@ def config_of(
     found = sorted(modules)
     numbers = None if layers is None or not found else list(layers)
     targets: str | list[str] = sorted({module.split(".")[-1] for module in found})
-    if inside:  # a pattern, beside which PEFT allows no numbers of layers
+    outside = any(not any(map(str.isdecimal, module.split("."))) for module in found)
+    if outside and (inside or numbers is not None):  # neither numbers nor the pattern would do
+        targets, numbers = [module_name(module, inside) for module in found], None
+    elif inside:  # a pattern, beside which PEFT allows no numbers of layers
         which = r"\d+" if numbers is None else f"(?:{'|'.join(map(str, numbers))})"
         targets = rf"model\.language_model\.layers\.{which}\.(?:.*\.)?(?:{'|'.join(targets)})"
         numbers = None
@@ -171,12 +183,29 @@ def stated_in(config: dict[str, Any]) -> dict[str, Any]:
         if key not in _NO_MATTER and not _is_plain(key, value):
             meaning = f", which means {_MEANING[key]}" if key in _MEANING else ""
             raise UnsupportedError(f"its {key} is {value!r:.80}{meaning}; this is not supported")
+    _check_patterns(config)
     return {
         "rank": config["r"],
         "alpha": number(config["lora_alpha"], "lora_alpha"),
         "dropout": config.get("lora_dropout") or 0.0,
         "rslora": config.get("use_rslora") or False,
     }
+
+
+def _check_patterns(config: dict[str, Any]) -> None:
+    """Raise UnsupportedError where modules have another scale; their ranks the tensors show."""
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    rank, alpha = config["r"], number(config["lora_alpha"], "lora_alpha")
+    for module in {**ranks, **alphas}:
+        given = number(ranks.get(module, rank), module), number(alphas.get(module, alpha), module)
+        times = given[0] / rank
+        if not math.isclose(
+            given[1], alpha * (math.sqrt(times) if config.get("use_rslora") else times)
+        ):
+            raise UnsupportedError(
+                f"its rank_pattern and alpha_pattern say rank {given[0]:g} and alpha {given[1]:g} "
+                f"of {module!r:.80}: alphas that differ, and other scales; only one is supported"
+            )
 
 
 def _is_plain(key: str, value: Any) -> bool:

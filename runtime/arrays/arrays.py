@@ -56,6 +56,9 @@ class Arrays(Protocol):
     def add_rows(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
         """whole[rows] += part, evaluated, for distinct rows."""
 
+    def add_repeated(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
+        """The same for rows of which some may be equal; the sums do not depend on chance."""
+
     def add_product(
         self, whole: mx.array, where: Any, x: mx.array, of: Any, factor: mx.array
     ) -> None:
@@ -125,6 +128,10 @@ class CpuArrays:
     @quiet
     def add_rows(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
         view(whole)[rows] += view(part)
+
+    @quiet
+    def add_repeated(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
+        np.add.at(view(whole), rows, view(part))
 
     @quiet
     def add_product(
@@ -248,6 +255,11 @@ class GpuArrays:
     def add_rows(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
         whole[...] = whole.at[mx.array(rows)].add(part)
         self.settle(whole)
+
+    def add_repeated(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
+        distinct = np.unique(rows)
+        places = mx.array((distinct[:, None] == rows).astype(np.float32))
+        self.add_rows(whole, distinct, places @ part)
 
     def add_product(
         self, whole: mx.array, where: Any, x: mx.array, of: Any, factor: mx.array

@@ -182,15 +182,25 @@ class Manifest(Record, frozen=True):
     def adapted(self, block: Block) -> tuple[str, ...]:
         """Relative names of the block's matrices that LoRA adapts, in program order.
 
-        With a prefix, those of its attentions.
+        With a prefix, those of its attentions. The names of the embedding's and the head's are full
+        ones; a head that multiplies by the embedding's matrix has none of its own.
         """
         layers = self.layers
+        if block in (self.blocks[0], self.blocks[-1]):
+            own = self.adaptable(block) if self.owner(block) == block else ()
+            return tuple(name for name in own if self.lora.adapts(name, outside=True))
         if block not in layers[self.lora.first_layer(len(layers)) :]:
             return ()
         if self.lora.prefix:
             operations = self.block_types[block.type].operations
             return tuple(name for operation in operations for name in operation.prefixable)
-        return tuple(name for name in self._adaptable(block) if self.lora.adapts(name))
+        return tuple(name for name in self.adaptable(block) if self.lora.adapts(name))
+
+    def owner(self, block: Block) -> Block:
+        """The block whose adapters a block runs with: of a tied head the embedding, else itself."""
+        first, last = self.blocks[0], self.blocks[-1]
+        tied = block == last and self.adaptable(first) == self.adaptable(last)
+        return first if tied else block
 
     def adapter_names(self, block: Block, name: str) -> tuple[str, str]:
         """The full names of the two tensors that adapt what `adapted` names."""
@@ -210,7 +220,9 @@ class Manifest(Record, frozen=True):
         rank, shapes = self.lora.rank, {}
         for name in self.adapted(block):
             matrix = self.matrices[block.tensor(name)]
-            shapes[name] = ((matrix.columns, rank), (rank, matrix.rows))
+            sizes = matrix.columns, matrix.rows
+            inputs, outputs = sizes[::-1] if block == self.blocks[0] else sizes  # of a lookup
+            shapes[name] = ((inputs, rank), (rank, outputs))
         return shapes
 
     def _prefix_shapes(self, block: Block) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
@@ -234,9 +246,21 @@ class Manifest(Record, frozen=True):
 
     @property
     def linear_names(self) -> tuple[str, ...]:
-        """The last parts of the names of all matrices that LoRA can adapt, sorted."""
-        paths = (name for block in self.layers for name in self._adaptable(block))
+        """The last parts of the names of all matrices in layers that LoRA can adapt, sorted."""
+        paths = (name for block in self.layers for name in self.adaptable(block))
         return tuple(sorted({name.split(".")[-1] for name in paths}))
+
+    @property
+    def embedding_names(self) -> tuple[str, str]:
+        """The full names of the two tensors that adapt the embedding, if it is adapted."""
+        block = self.blocks[0]
+        return self.adapter_names(block, self.adaptable(block)[0])
+
+    @property
+    def outside_names(self) -> tuple[str, ...]:
+        """The same of the embedding, and of the head where it has a matrix of its own."""
+        ends = dict.fromkeys(map(self.owner, (self.blocks[0], self.blocks[-1])))
+        return tuple(name.split(".")[-1] for block in ends for name in self.adaptable(block))
 
     @property
     def expert_names(self) -> tuple[str, ...]:
@@ -266,7 +290,7 @@ class Manifest(Record, frozen=True):
         """The same model with other adapters than the bundle's default."""
         return msgspec.structs.replace(self, lora=lora)
 
-    def _adaptable(self, block: Block) -> tuple[str, ...]:
+    def adaptable(self, block: Block) -> tuple[str, ...]:
         """Relative names of the block's matrices that LoRA can adapt, in program order."""
         operations = self.block_types[block.type].operations
         return tuple(name for operation in operations for name in operation.adaptable)

@@ -58,7 +58,8 @@ class LoraOptions(Config):
     )
     lora_targets: str | None = option(
         None,
-        "linear layers to adapt: all-linear, or their names, such as q_proj,v_proj",
+        "linear layers to adapt: all-linear, or their names, such as q_proj,v_proj; by name also "
+        "embed_tokens,lm_head",
         TARGETS,
         Group.LORA,
         metavar="NAMES",

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import quiet, view
+from runtime.arrays.values import Loras
 from runtime.engine.model import Model
 
 HEAD_VALUES = 1 << 20  # logits of a row, and values of a tile, at a time
@@ -68,17 +69,18 @@ class _Distribution:
 class _Head:
     """The logits of several rows' hidden states h (N, D), a chunk of the vocabulary at a time."""
 
-    def __init__(self, model: Model, hs: Sequence[mx.array]) -> None:
+    def __init__(self, model: Model, hs: Sequence[mx.array], loras: Loras) -> None:
         self.matrix, self.matrices = model.head_matrix, model.matrices
-        self.rows, self.shaping = model.lowered.execution.chunk_rows, model.shaping({})
+        self.rows, self.shaping = model.lowered.execution.chunk_rows, model.shaping(loras)
         self.inputs = [self.matrices.input(h) for h in hs]
+        self.through_a = [self.shaping.through_a(h, self.matrices.arrays) for h in hs]
 
     def logits(self, start: int, stop: int) -> Iterator[Logits]:
         """The logits (N, stop - start) of each row."""
         tile = self.matrices.tile(self.matrix, start, stop)
-        for given in self.inputs:
+        for given, through_a in zip(self.inputs, self.through_a, strict=True):
             products = tile.transposed_product(given)
-            logits = self.shaping.of_tile(products, start, self.matrices.arrays)
+            logits = self.shaping.of_tile(products, start, self.matrices.arrays, through_a)
             mx.eval(logits)
             yield view(logits)
 
@@ -109,12 +111,13 @@ def compare_heads(
     source_hs: Sequence[mx.array],
     hs: Sequence[mx.array],
     targets: Sequence[npt.NDArray[np.int64]],
+    loras: tuple[Loras, Loras] = ({}, {}),
 ) -> list[Divergence]:
     """Compare the distributions that follow hidden states h (N, D) of two models, for every row.
 
-    Both heads are read once, in chunks of rows.
+    Both heads are read once, in chunks of rows; `loras` are their adapters.
     """
-    first, second = _Head(source, source_hs), _Head(model, hs)
+    first, second = _Head(source, source_hs, loras[0]), _Head(model, hs, loras[1])
     tokens = max(len(row_targets) for row_targets in targets)
     most = max(1, min(HEAD_VALUES // tokens, HEAD_VALUES // hs[0].shape[1]))
     step = min(first.rows, second.rows, most)

@@ -26,7 +26,7 @@ from runtime.engine.graphs import Graphs
 from runtime.machine.backend import load_onednn
 from runtime.operations.attention import STARTS
 from runtime.operations.base import Operation
-from runtime.operations.embedding_kernel import POSITIONS, TOKENS
+from runtime.operations.embedding_kernel import LOOKED_UP, POSITIONS, TOKENS
 from runtime.operations.head_kernel import HeadKernel, HeadResult, Targets
 from runtime.operations.kernel import Observe, Tools
 from runtime.operations.logits_kernel import LogitsKernel, Shaping
@@ -113,10 +113,15 @@ class Model:
         return Executor.of(self.tools)
 
     @cached_property
+    def head_name(self) -> str:
+        """The name of the matrix that turns hidden states into logits."""
+        (name,) = self._head.matrices(self.blocks[-1].tensor)
+        return name
+
+    @property
     def head_matrix(self) -> Matrix:
         """The matrix that turns hidden states into logits."""
-        (name,) = self._head.matrices(self.blocks[-1].tensor)
-        return self.bundle.manifest.matrices[name]
+        return self.bundle.manifest.matrices[self.head_name]
 
     @cached_property
     def _head(self) -> Operation:
@@ -128,7 +133,7 @@ class Model:
         """What becomes of a head's products, as a batch lane sees it."""
         names = self._head.vectors(self.blocks[-1].tensor)
         bias = next((self.tools.vector(name, loras) for name in names), None)
-        return Shaping(bias, self._head.logits_cap)
+        return Shaping(bias, self._head.logits_cap, loras.get(self.head_name))
 
     @cached_property
     def _lowered(self) -> dict[Block, LoweredBlock]:
@@ -143,16 +148,42 @@ class Model:
     ) -> mx.array:
         """Hidden states (1, bucket, D) of tokens (T,), padded up to the bucket.
 
-        `loras` only matter where they move the weights themselves. `offsets` divide a sequence of
-        packed rows; `first` is the position of the first token of one row.
+        `offsets` divide a sequence of packed rows; `first` is the position of the first token of
+        one row.
         """
+        values = self._placed(tokens, offsets, first)
+        return self._forward(self.blocks[0], [values], [{} if loras is None else loras])[0]
+
+    def embed_backward(
+        self,
+        tokens: npt.NDArray[np.int64],
+        dy: mx.array,
+        loras: Loras,
+        gradients: Gradients,
+        offsets: Offsets | None = None,
+    ) -> None:
+        """Add the gradients of the embedding's adapter to `gradients`, in place if they are there.
+
+        dy (1, bucket, D) is the gradient of the hidden states that `embed` made of the tokens.
+        """
+        block, values = self.blocks[0], self._placed(tokens, offsets)
+        lowered = self._lowered[block]
+        values |= {LOOKED_UP: values[TOKENS], gradient_of(lowered.program.output): dy}
+        del dy
+        schedule, program = lowered.backward, lowered.program
+        self.executor.reverse(block, program, schedule, self.bucket, values, loras, gradients)
+        self.arrays.finish(gradients)
+
+    def _placed(
+        self, tokens: npt.NDArray[np.int64], offsets: Offsets | None, first: int = 0
+    ) -> Values:
+        """The values with which the embedding begins: padded tokens, and their places."""
         padded, places = np.zeros(self.bucket, np.int64), np.zeros(self.bucket, np.int64)
         padded[: len(tokens)] = tokens
         places[: len(tokens)] = np.arange(first, first + len(tokens))
         for start, stop in pairwise(() if offsets is None else offsets.tolist()):
             places[start:stop] = np.arange(stop - start)
-        values: Values = {TOKENS: mx.array(padded), POSITIONS: mx.array(places)}
-        return self._forward(self.blocks[0], [values], [{} if loras is None else loras])[0]
+        return {TOKENS: mx.array(padded), POSITIONS: mx.array(places)}
 
     def forward(
         self, block: Block, x: mx.array, loras: Loras, offsets: Offsets | None = None
@@ -221,10 +252,10 @@ class Model:
                 cache[layer.block][name] = cache[blocks[owner]][name]
         return cache
 
-    def logits(self, h: mx.array) -> npt.NDArray[np.float32]:
+    def logits(self, h: mx.array, loras: Loras) -> npt.NDArray[np.float32]:
         """The logits (V,) of the token after the hidden state h (1, D)."""
         with self.profile.span("head"):
-            return LogitsKernel(self.matrices).run(h, self.head_matrix, self.shaping({}))
+            return LogitsKernel(self.matrices).run(h, self.head_matrix, self.shaping(loras))
 
     def _starts(self, offsets: Offsets | None) -> Values:
         """Where packed rows start, for attention; padding is a row of its own. One row has none."""
@@ -314,10 +345,40 @@ class Model:
             matrix = self.head_matrix
             return kernel.run(hs, targets, matrix, gradient, predictions, moves, shapings)
 
+    def head_gradients(
+        self,
+        hs: Sequence[mx.array],
+        targets: Sequence[Targets],
+        slopes: Sequence[mx.array],
+        results: Sequence[HeadResult],
+        loras: Loras,
+        gradients: Gradients,
+    ) -> None:
+        """Add the gradients of the head's adapter to `gradients`, in place if they are there.
+
+        `slopes` (N, 1) are those of the objective over the losses in `results`, of the hidden
+        states h (N, D) against the targets (N,).
+        """
+        lora = loras[self.head_name]
+        if self.head_name not in gradients:
+            zeros = mx.zeros(lora.a.shape), mx.zeros(lora.b.shape)
+            self.arrays.settle(zeros)
+            gradients[self.head_name] = zeros
+        kernel = HeadKernel(self.matrices, self.lowered.execution.chunk_rows)
+        log_sums = [result.log_sum for result in results]
+        matrix, total = self.head_matrix, gradients[self.head_name]
+        with self.profile.span("head"):
+            kernel.adapter_gradients(
+                hs, targets, slopes, log_sums, matrix, self.shaping(loras), total
+            )
+
     def label_logits(self, h: mx.array, labels: Targets, loras: Loras) -> mx.array:
         """Logits (N, K) of chosen tokens (K,) for hidden states h (N, D), evaluated."""
         chosen = self.matrices.rows(self.head_matrix, labels, move_of(loras))
-        logits = self.shaping(loras).of_rows(h @ chosen.T, labels, self.arrays)
+        shaping, products = self.shaping(loras), h @ chosen.T
+        if shaping.lora is not None and (through := shaping.through_a(h, self.arrays)) is not None:
+            products = products + through @ shaping.columns(labels)
+        logits = shaping.of_rows(products, labels, self.arrays)
         mx.eval(logits)
         return logits
 

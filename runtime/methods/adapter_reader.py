@@ -6,6 +6,7 @@ Ours and mlx-lm's are `adapters.safetensors`, PEFT's `adapter_model.safetensors`
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,12 +21,14 @@ from safetensors import SafetensorError, safe_open
 
 from runtime.adapters import mlx_lm, peft
 from runtime.adapters.lora import LoraSettings
-from runtime.adapters.names import Coverage, coverage_of, is_of_tower, is_prefix, number
+from runtime.adapters.names import A, B, Coverage, coverage_of, is_of_tower, is_prefix, number
+from runtime.bundle.manifest import Manifest
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import read_small, require_file
 from runtime.core.lookalikes import HUB_ID
 from runtime.core.paths import text_path
+from runtime.methods.joined_adapters import Piece, joined, pieces_of
 from runtime.storage.saves import SLOTS, check_adapter
 
 F32 = npt.NDArray[np.float32]
@@ -54,10 +57,11 @@ class AdapterFiles:
     weights: Path
     config: Path
     is_peft: bool
+    manifest: Manifest | None = None  # of the model, where tensors are read
 
     @classmethod
-    def at(cls, path: Path) -> AdapterFiles:
-        """Those of a run, an adapter folder, or a .safetensors file.
+    def at(cls, path: Path, manifest: Manifest | None = None) -> AdapterFiles:
+        """Those of a run, an adapter folder, or a .safetensors file, for a model.
 
         Raises:
             BundleError: there is nothing, or a file is altered, or no safetensors file.
@@ -99,7 +103,7 @@ class AdapterFiles:
                 f"{path} cannot be read: it is not there. An adapter is a run that has saved, or "
                 f"a folder with {mlx_lm.WEIGHTS} or {peft.WEIGHTS}"
             )
-        return cls(path, config, is_peft)
+        return cls(path, config, is_peft, manifest)
 
     @property
     def hint(self) -> str:
@@ -162,7 +166,7 @@ class AdapterFiles:
 
     def _completed(self, lora: LoraSettings) -> LoraSettings:
         """The settings with the targets and layers that the tensors have."""
-        with self.opened() as tensors:
+        with self.opened(lora.rank) as tensors:
             coverage = tensors.coverage
         if coverage.rank != lora.rank:
             raise BundleError(
@@ -172,8 +176,8 @@ class AdapterFiles:
         return msgspec.structs.replace(lora, targets=coverage.targets, layers=coverage.layers)
 
     @contextmanager
-    def opened(self) -> Iterator[AdapterTensors]:
-        """The tensors, whose names and shapes are checked.
+    def opened(self, rank: int) -> Iterator[AdapterTensors]:
+        """The tensors, whose names and shapes are checked, of adapters of this rank.
 
         Raises:
             BundleError: the file is damaged, or its tensors are not those of an adapter.
@@ -181,7 +185,8 @@ class AdapterFiles:
         try:
             require_file(self.weights)
             with safe_open(self.weights, framework="numpy") as file:
-                yield AdapterTensors(self.weights, file)
+                assert self.manifest is not None, "tensors are read for a model"
+                yield AdapterTensors(self.weights, file, self.manifest, rank)
         except (OSError, SafetensorError) as problem:
             raise BundleError(f"{self.weights} cannot be read: {problem}") from None
 
@@ -190,14 +195,16 @@ class AdapterTensors:
     """The tensors of an open adapter file by our names, with our shapes, as float32.
 
     Raises:
-        BundleError: a tensor has another type, or a name that no tensor of an adapter has.
+        BundleError: a tensor has another type, or a name that no tensor of an adapter has, or
+            PEFT's modules are no matrices of the model.
     """
 
-    def __init__(self, path: Path, file: Any) -> None:
+    def __init__(self, path: Path, file: Any, manifest: Manifest, rank: int) -> None:
         self._path, self._file = path, file
+        self._pieces: dict[str, list[Piece]] = {}
         self._stored: dict[str, str] = {}
         self.shapes: dict[str, Shape] = {}
-        names = sorted(file.keys())
+        names = sorted(itertools.filterfalse(peft.is_base, file.keys()))
         if towers := [name for name in names if is_of_tower(name)]:
             raise BundleError(
                 f"{path}: {len(towers)} of its {len(names)} tensors adapt what sees or hears, such "
@@ -216,6 +223,50 @@ class AdapterTensors:
                 raise BundleError(f"{path}: {stored} and {self._stored[name]} are both {name}")
             self._stored[name] = stored
             self.shapes[name] = shape[::-1] if self._is_peft else shape
+        if self._is_peft:
+            self._rename(manifest, rank)
+            if manifest.owner(manifest.blocks[-1]) == manifest.blocks[0]:
+                self._join_tied(*manifest.embedding_names)
+
+    def _rename(self, manifest: Manifest, rank: int) -> None:
+        """Name the adapters of transformers' modules by the matrices of which these are made."""
+        try:
+            pieces = pieces_of(self.shapes, manifest, rank, self._named)
+        except ValueError as problem:
+            raise BundleError(f"{self._path}: {problem}; {MERGE}") from None
+        theirs = {piece.module for parts in pieces.values() for piece in parts}
+        others = {n: s for n, s in self.shapes.items() if n.rpartition(".")[0] not in theirs}
+        for own, parts in pieces.items():
+            (inputs, ranks), (_, outputs) = (
+                self.shapes[f"{parts[0].module}.{part}"] for part in (A, B)
+            )
+            ranks = len(range(ranks)[parts[0].ranks])
+            outputs = sum(
+                len(range(self.shapes[f"{one.module}.{B}"][1])[one.rows]) for one in parts
+            )
+            others |= {f"{own}.{A}": (inputs, ranks), f"{own}.{B}": (ranks, outputs)}
+            self._pieces |= {f"{own}.{A}": parts, f"{own}.{B}": parts}
+        self.shapes = others
+
+    def _join_tied(self, first: str, second: str) -> None:
+        """Make one of PEFT's two adapters of a matrix that is both the embedding and the head's.
+
+        Raises:
+            BundleError: there is one for the lookup or the head alone, or the two differ.
+        """
+        head = [name for name in (f"{peft.HEAD}.{A}", f"{peft.HEAD}.{B}") if name in self.shapes]
+        both = bool(head) == (first in self.shapes)
+        if both and len(head) == 2 and second in self.shapes:
+            a, b = map(self.read, head)
+            both = np.array_equal(a.T, self.read(second)) and np.array_equal(b.T, self.read(first))
+        if not both:
+            raise BundleError(
+                f"{self._path}: the model's head multiplies by its embedding, and PEFT has adapted "
+                "one of the two, or both otherwise; a matrix has one adapter here, which PEFT "
+                f"makes with ensure_weight_tying=True; {MERGE}"
+            )
+        for name in head:
+            del self.shapes[name]
 
     def _own_name(self, stored: str) -> str:
         if not self._is_peft:
@@ -280,6 +331,15 @@ class AdapterTensors:
         Raises:
             BundleError: it holds values that are not finite.
         """
+        if name not in self._pieces:
+            return self._named(name)
+        try:
+            return joined(name, self._pieces[name], self._named)
+        except ValueError as problem:
+            raise BundleError(f"{self._path}: {problem}; {MERGE}") from None
+
+    def _named(self, name: str) -> F32:
+        """A tensor by its name in the file as ours are formed."""
         stored = self._stored[name]
         part = self._file.get_slice(stored)
         if part.get_dtype() == "BF16":  # which NumPy lacks

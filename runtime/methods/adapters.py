@@ -4,7 +4,7 @@ During training they live in a scratch file (`runtime.storage.scratch`). Those o
 time are in memory.
 
 `adapters.safetensors` holds `model.layers.N.PATH.lora_a` (in, r) and `.lora_b` (r, out), float32;
-`mlx_lm.generate --adapter-path` reads `adapter_config.json`.
+of an embedding (V, r) and (r, D). `mlx_lm.generate --adapter-path` reads `adapter_config.json`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Tensors = MutableMapping[str, mx.array]
 
 
 class Adapters:
-    """The trainable tensors of every layer, float32, by full name."""
+    """The trainable tensors of every block, float32, by full name."""
 
     def __init__(self, manifest: Manifest, tensors: Tensors) -> None:
         self.manifest = manifest
@@ -52,7 +52,7 @@ class Adapters:
     def shapes(cls, manifest: Manifest) -> dict[str, tuple[int, int]]:
         """Every tensor's shape, block by block in program order."""
         shapes: dict[str, tuple[int, int]] = {}
-        for block in manifest.layers:
+        for block in manifest.blocks:
             shapes.update(cls.shapes_of(manifest, block))
         return shapes
 
@@ -80,20 +80,22 @@ class Adapters:
         return cls(manifest, tensors)
 
     def loras(self, block: Block) -> dict[str, Lora]:
-        """The block's adapters by relative name."""
-        loras = {}
-        for name in self.manifest.adapted(block):
-            first, second = self.manifest.adapter_names(block, name)
-            loras[name] = Lora(self.tensors[first], self.tensors[second], self.scale)
+        """The block's adapters by relative name; of a tied head the embedding's, transposed."""
+        loras, owner = {}, self.manifest.owner(block)
+        for name in self.manifest.adapted(owner):
+            names = self.manifest.adapter_names(owner, name)
+            first, second = (self.tensors[full] for full in names)
+            pair = (first, second) if owner == block else (second.T, first.T)
+            loras[name] = Lora(*pair, self.scale)
         return loras
 
     def config(self) -> dict[str, Any]:
         """The content of adapter_config.json."""
-        lora, layers = self.manifest.lora, self.manifest.layers
+        lora, layers, blocks = self.manifest.lora, self.manifest.layers, self.manifest.blocks
         own = {"ondevice": {"weights_sha256": self.manifest.weights_sha256, "lora": lora.to_json()}}
         if lora.prefix:
             return {KIND: PREFIX, **own}  # nothing else, so that mlx-lm refuses it
-        keys = [name for block in layers for name in self.manifest.adapted(block)]
+        keys = [name for block in blocks for name in self.manifest.adapted(block)]
         return {
             **config_of(lora, len(layers) - lora.first_layer(len(layers)), keys),
             **own,
@@ -150,11 +152,11 @@ class Adapters:
             UsageError: the path is not valid UTF-8, its run has trained all parameters, or the
                 bundle's weights hold these adapters already.
         """
-        files = AdapterFiles.at(path)
+        files = AdapterFiles.at(path, manifest)
         _check_stated(manifest, files)
         expected = cls.shapes(manifest)
         tensors: Tensors = {} if into is None else into
-        with files.opened() as stored:  # of a prefix too
+        with files.opened(manifest.lora.rank) as stored:  # of a prefix too
             stored.check_fits(expected, files.hint)
             for name in expected:
                 tensors[name] = mx.array(stored.read(name))
@@ -175,14 +177,14 @@ class Adapters:
         refuse_held(digest_of(parts, self.scale), held, where)
 
 
-def lora_of(path: Path) -> LoraSettings | None:
-    """The LoRA settings of adapters (a folder, or the file itself); None if no config is there.
+def lora_of(path: Path, manifest: Manifest) -> LoraSettings | None:
+    """The LoRA settings of a model's adapters (a folder, or the file); None if no config is there.
 
     Raises:
         BundleError: the config is damaged, or of another kind of adapter.
         UsageError: the path is not valid UTF-8, or its run has trained all parameters.
     """
-    stated = AdapterFiles.at(path).stated()
+    stated = AdapterFiles.at(path, manifest).stated()
     return None if stated is None else stated.lora
 
 

@@ -73,7 +73,7 @@ class Clipping:
             )
         scale = min(1.0, self.most / (norm + EPSILON))
         manifest = self.adapters.manifest
-        for block in reversed(manifest.layers):
+        for block in reversed(manifest.blocks):
             scaled: Gradients = {}
             for name in manifest.adapted(block):
                 first, second = manifest.adapter_names(block, name)

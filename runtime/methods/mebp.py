@@ -37,7 +37,7 @@ from runtime.methods.optimizer import Optimizer, moments
 from runtime.methods.protocol import ApplyGradients, Models, Start, StepLoss, StepResult
 from runtime.methods.shared_rows import Held, Shared, own_rows
 from runtime.objectives.next_token import NextToken
-from runtime.objectives.objective import Loss, chunks, grouped, loss_of, score
+from runtime.objectives.objective import Loss, Scored, chunks, grouped, loss_of, score
 from runtime.parallel.workers import Workers
 from runtime.plan.demand import Demand
 from runtime.storage.activations import Activations
@@ -108,26 +108,41 @@ class Backprop:
 
         Here the weights are loaded a tile at a time, while their block is visited. The gradient of
         a block's input takes the place of that input. The adapters' gradients are not collected:
-        `apply` has a block's as soon as all rows have gone back through it.
+        `apply` has a block's as soon as all rows have gone back through it. Those of a tied head's
+        adapter, which is the embedding's, wait until the pass has reached that.
         """
         kept: Kept = {}
+        embedding, head = self.model.blocks[0], self.model.blocks[-1]
         with visit(self.model, 0):
+            loras = self.adapters.loras(embedding)
             for row, sample in enumerate(rows):
-                self.activations.put(
-                    1, row, self.model.embed(sample.inputs, offsets=sample.offsets)
-                )
+                x = self.model.embed(sample.inputs, loras, sample.offsets)
+                self.activations.put(1, row, x)
+                del x
+            del loras
         for layer in visits(self.model):
             self._forward(layer, rows, kept)
-        with visit(self.model, -1):
-            loss = self._head(rows, divisor)
+        of_head: Gradients = {}
+        with visit(self.model, -1) as last:
+            loss = self._head(rows, divisor, of_head)
+            last.release()
+            if self.adapters.manifest.owner(head) == head and of_head:
+                self._apply(apply, head, of_head)
         trained = range(self.model.lowered.first_adapted, len(self.model.blocks) - 1)
         for layer in visits(self.model, trained, "backward"):
-            total = self._backward(layer, rows, kept)
+            if layer.block == embedding:
+                total = self._embedding(rows, of_head)
+            else:
+                total = self._backward(layer, rows, kept)
             layer.release()  # before the optimizer takes memory
-            with self.model.profile.span("optimizer"):
-                apply(layer.block, total)
+            self._apply(apply, layer.block, total)
             del total
         return loss
+
+    def _apply(self, apply: ApplyGradients, block: Block, gradients: Gradients) -> None:
+        with self.model.profile.span("optimizer"):
+            apply(block, gradients)
+        gradients.clear()
 
     def _forward(self, layer: Visit, rows: Sequence[Sample], kept: Kept) -> None:
         """Store the layer's outputs, and put into `kept` the values for its backward."""
@@ -151,9 +166,14 @@ class Backprop:
             for row in group:
                 self.activations.put(index + 1, row, ys.pop(0))
 
-    def _head(self, rows: Sequence[Sample], divisor: int) -> StepLoss:
-        """The losses; the gradients of the head's inputs take the place of these inputs."""
+    def _head(self, rows: Sequence[Sample], divisor: int, gradients: Gradients) -> StepLoss:
+        """The losses; the gradients of the head's inputs take the place of these inputs.
+
+        Those of the head's adapter are added to `gradients`.
+        """
         model, head = self.model, len(self.model.blocks) - 1
+        goes_on = model.lowered.first_adapted < head
+        loras = self.adapters.loras(model.blocks[-1])
         result = StepLoss(0.0, 0, 0)
 
         def positions(group: Sequence[int]) -> int:
@@ -166,20 +186,53 @@ class Backprop:
             hs = [
                 model.hidden(self.activations.get(head, row), rows[row].scored) for row in numbers
             ]
-            scored = score(model, samples, hs, gradient=True, predictions=self.loss.predicts)
+            predicts, of_rows = self.loss.predicts, [loras] * len(hs)
+            scored = score(
+                model, samples, hs, gradient=goes_on, predictions=predicts, loras=of_rows
+            )
             hs.clear()
-            dhs: list[mx.array] = []
-            for group in chunk:
-                seen = [scored.pop(0) for _ in group]
-                entropy = sum(sample.cross_entropy for sample in seen)
-                result += StepLoss(entropy, 0, positions(group), self.loss.value(seen))
-                dhs += self.loss.gradients(seen)
-                del seen
-            for row in numbers:
-                x, dh = self.activations.get(head, row), dhs.pop(0) * (1.0 / divisor)
+            slopes: list[float | mx.array] = []
+            for group in grouped(scored, self.loss.together):
+                entropy = sum(sample.cross_entropy for sample in group)
+                count = sum(len(sample.sample.targets) for sample in group)
+                result += StepLoss(entropy, 0, count, self.loss.value(group))
+                slopes += [slope * (1.0 / divisor) for slope in self.loss.slopes(group)]
+            if loras:
+                self._head_adapter(scored, slopes, loras, gradients)
+            for row in numbers if goes_on else ():
+                x, dh = self.activations.get(head, row), scored.pop(0).gradient * slopes.pop(0)
                 self.activations.put(head, row, model.head_backward(x, dh, rows[row].scored))
                 del x, dh
+        if self.adapters.manifest.owner(model.blocks[-1]) != model.blocks[-1]:
+            for name, (da, db) in gradients.items():
+                gradients[name] = db.T, da.T
         return result
+
+    def _head_adapter(
+        self,
+        scored: Sequence[Scored],
+        slopes: Sequence[float | mx.array],
+        loras: Loras,
+        gradients: Gradients,
+    ) -> None:
+        """Add the gradients of the head's adapter, of scored rows."""
+        self.model.head_gradients(
+            [sample.h for sample in scored],
+            [sample.sample.targets for sample in scored],
+            [mx.ones((len(s.h), 1)) * slope for s, slope in zip(scored, slopes, strict=True)],
+            [sample.head for sample in scored],
+            loras,
+            gradients,
+        )
+
+    def _embedding(self, rows: Sequence[Sample], total: Gradients) -> Gradients:
+        """The embedding's gradients over all rows, added to those of a tied head."""
+        loras = self.adapters.loras(self.model.blocks[0])
+        for row, sample in enumerate(rows):
+            dy = self.activations.get(1, row)
+            self.model.embed_backward(sample.inputs, dy, loras, total, sample.offsets)
+            del dy
+        return total
 
     def _backward(self, layer: Visit, rows: Sequence[Sample], kept: Kept) -> Gradients:
         """The layer's gradients over all rows; those of its inputs take the place of these."""

@@ -2,7 +2,8 @@
 
 The rules are mlx.optimizers' own (AdamW with bias correction, as PyTorch's; SGD). They treat every
 value alike, so small tensors are joined first: an operation costs the same for many values as for
-few. Only the tensors that are being updated have their moments in memory.
+few. Large ones, such as an adapter of the embedding, are updated some rows at a time. Only the
+values that are being updated have their moments in memory.
 """
 
 from __future__ import annotations
@@ -83,8 +84,7 @@ class Optimizer:
         self.moments = moments(name)
         manifest = adapters.manifest
         self._groups = {
-            block.name: groups(Adapters.shapes_of(manifest, block), most)
-            for block in manifest.layers
+            block: groups(Adapters.shapes_of(manifest, block), most) for block in manifest.blocks
         }
         state = {
             group.moment(which): (group.ends[-1],)
@@ -93,6 +93,7 @@ class Optimizer:
             for which in self.moments
         }
         self._state = MappedTensors(folder, "optimizer", state)
+        self._most = most
 
     def begin(self, step: int, rate: float) -> None:
         """Set the step (0-based) and learning rate of the updates that follow."""
@@ -108,8 +109,28 @@ class Optimizer:
                 self.adapters.manifest.adapter_names(block, name), pair, strict=True
             )
         }
-        for group in self._groups[block.name]:
-            self._apply(group, by_full_name)
+        tensors = self.adapters.tensors
+        for group in self._groups[block]:
+            if group.ends[-1] > self._most and isinstance(tensors, MappedTensors):
+                self._apply_by_rows(group, tensors, by_full_name)
+            else:
+                self._apply(group, by_full_name)
+
+    def _apply_by_rows(
+        self, group: Group, tensors: MappedTensors, gradients: dict[str, mx.array]
+    ) -> None:
+        """Update a tensor that is alone because it is large."""
+        (name,), ((count, width, *_),) = group.names, group.shapes
+        step = max(1, self._most // width)
+        for start in range(0, count, step):
+            rows, values = slice(start, start + step), slice(start * width, (start + step) * width)
+            state = {which: self._state.part(group.moment(which), values) for which in self.moments}
+            gradient, value = gradients[name][rows].reshape(-1), tensors.part(name, rows)
+            moved = self.rule.apply_single(gradient, value.reshape(-1), state)
+            mx.eval(moved, state)
+            for which in self.moments:
+                self._state.put_part(group.moment(which), values, state[which])
+            tensors.put_part(name, rows, moved.reshape(value.shape))
 
     def _apply(self, group: Group, gradients: dict[str, mx.array]) -> None:
         state = {which: self._state[group.moment(which)] for which in self.moments}

@@ -88,8 +88,8 @@ class Loss(Objective):
     """An objective with a gradient."""
 
     @abstractmethod
-    def gradients(self, group: Group) -> list[mx.array]:
-        """The gradient (N, D) of `value` with respect to each sample's hidden states."""
+    def slopes(self, group: Group) -> list[float | mx.array]:
+        """The slope of `value` over each sample's cross entropies: one, or (N, 1) for N of them."""
 
     def shown(self, mean: float) -> dict[str, float]:
         return {"trained_loss": mean}

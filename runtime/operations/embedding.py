@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
 
 from runtime.arrays.stored import pages
 from runtime.operations.base import Call, Execution, Operation, Tables, require
@@ -16,8 +15,9 @@ DEQUANTIZED = 8  # arrays as large as the rows: their words, codes and halves on
 class Embedding(Operation, frozen=True):
     """Looks up a row of `matrix` (a full name) for each token; the first block begins with it.
 
-    With `positions`, another matrix, it adds row `first_position` + p for the p-th token of a row
-    of text. With `numbers` it has another result of this name, the tokens' numbers (1, T, 1).
+    LoRA adds s A[token] B, with A (V, r) and B (r, D). With `positions`, another matrix, it adds
+    row `first_position` + p for the p-th token of a row of text. With `numbers` it has another
+    result of this name, the tokens' numbers (1, T, 1).
     """
 
     outputs: tuple[str]
@@ -26,7 +26,12 @@ class Embedding(Operation, frozen=True):
     first_position: int = 0
     numbers: str = ""
 
-    reversible: ClassVar[bool] = False
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        return (self.matrix,)
+
+    def learned_results(self, adapted: frozenset[str]) -> tuple[str, ...]:
+        return self.outputs if self.matrix in adapted else ()
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -36,11 +41,20 @@ class Embedding(Operation, frozen=True):
         return (self.matrix, self.positions) if self.positions else (self.matrix,)
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
+        if call.backward:  # parts of the adapter's gradient
+            return 4 * call.tokens * execution.rank * F32
         tables = 2 if self.positions else 1
         return 3 * tables * call.tokens * execution.tables.matrices[self.matrix].columns * F32
 
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
-        """The rows as they are stored, and each array on the way from there to float32."""
+        """The rows as they are stored, and each array on the way from there to float32.
+
+        Backward, which of the distinct tokens each one is, and the adapter's gradient anew.
+        """
+        if call.backward:
+            matrix, rank = execution.tables.matrices[self.matrix], execution.rank
+            own = 2 * pages(matrix.rows * rank * F32) + 2 * pages(matrix.columns * rank * F32)
+            return own + pages(call.tokens**2 * F32) + 4 * pages(call.tokens * rank * F32)
         tables = 2 if self.positions else 1
         return DEQUANTIZED * tables * pages(call.bytes_of(self.outputs[0]))
 

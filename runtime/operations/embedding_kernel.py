@@ -1,4 +1,9 @@
-"""The embedding kernel: rows of a matrix, looked up and dequantized."""
+"""The embedding kernel: rows of a matrix, looked up and dequantized, with LoRA.
+
+For the tokens t (T,), with A (V, r), B (r, D) and the gradient dy (T, D) of y:
+
+    y = W[t] + s A[t] B    dA[t] += s dy B^T    dB = s A[t]^T dy
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,16 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
-from runtime.arrays.values import Gradients, Loras, Values, move_of
+from runtime.arrays.values import Gradients, Lora, Loras, Values, move_of
 from runtime.operations.embedding import Embedding
 from runtime.operations.kernel import Run, Tools
 
 # the values that a block without an input is given, both (T,) integers: tokens, and where in its
 # row of text each of them is
 TOKENS, POSITIONS = "tokens", "positions"
+LOOKED_UP = "looked up"  # the tokens again, for the backward
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,11 @@ class EmbeddingKernel:
         for values, lora in zip(lanes, loras, strict=True):
             tokens = np.array(values.pop(TOKENS)).astype(np.int64)
             places = np.array(values.pop(POSITIONS)).astype(np.int64) + operation.first_position
-            rows = self.tools.matrices.rows(matrix, tokens, move_of(lora))[None]
+            rows = self.tools.matrices.rows(matrix, tokens, move_of(lora))
+            if (adapter := lora.get(operation.matrix)) is not None:
+                through_a = self._through_a(tokens, adapter)
+                rows = mx.addmm(rows, through_a, adapter.b)
+            rows = rows[None]
             if operation.positions:
                 table = self.tools.stored[operation.positions]
                 rows = rows + self.tools.matrices.rows(table, places, move_of(lora))[None]
@@ -39,4 +50,19 @@ class EmbeddingKernel:
                 values[operation.numbers] = mx.array(tokens.astype(np.float32).reshape(1, -1, 1))
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
-        raise AssertionError("an embedding is not trained")
+        """The adapter's gradients are added in place to those that are there."""
+        operation, arrays = run.operation(Embedding), self.tools.arrays
+        tokens = np.array(values.pop(LOOKED_UP)).astype(np.int64)
+        dy, lora = values.pop(f"~{operation.outputs[0]}").squeeze(0), loras[operation.matrix]
+        if operation.matrix not in gradients:
+            zeros = mx.zeros(lora.a.shape), mx.zeros(lora.b.shape)
+            arrays.settle(zeros)
+            gradients[operation.matrix] = zeros
+        da, db = gradients[operation.matrix]
+        arrays.add_repeated(da, tokens, (dy @ lora.b.T) * lora.scale)
+        arrays.add_to(db, ..., self._through_a(tokens, lora).T @ dy)
+        return {}
+
+    def _through_a(self, tokens: npt.NDArray[np.int64], lora: Lora) -> mx.array:
+        """s A[t] (T, r)."""
+        return mx.take(lora.a, mx.array(tokens.astype(np.int32)), axis=0) * lora.scale

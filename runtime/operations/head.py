@@ -17,7 +17,7 @@ class Head(Operation, frozen=True):
     """The loss of the logits h W^T, for h (1, T, D), against targets; it ends the last block.
 
     With `bias` a vector (V,) beside the matrix is added to the logits. With `cap` they are
-    cap tanh(logits / cap).
+    cap tanh(logits / cap). LoRA adds s (h A) B to the products h W^T.
     """
 
     inputs: tuple[str]
@@ -31,6 +31,10 @@ class Head(Operation, frozen=True):
     @property
     def inputs_read(self) -> tuple[str, ...]:
         return self.inputs
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        return (self.matrix,)
 
     def decoding(self, context: int) -> Operation:
         """`Logits`, which has no loss."""

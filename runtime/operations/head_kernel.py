@@ -7,6 +7,13 @@ training, G = sum_j exp(l_j - m) W_j, rescaled whenever m grows (as FlashAttenti
 
 Where logits are capped, l = c tanh(h W^T / c), row j of W counts 1 - (l_j / c)^2 times in G.
 
+LoRA, with A (D, r) and B (r, V), adds s (h A) B to h W^T. Columns of B are summed as rows of W are,
+R = sum_j exp(l_j - m) B_j, and dh has s (R / z - B_target) A^T besides. Its own gradients take a
+second pass, since they need p = exp(l - m) / z, and the slope w that a position's loss has in the
+objective. With g_j = w (p_j - [j is the target]), times the slope of a cap,
+
+    dA = s h^T (g B^T)    dB = s (h A)^T g
+
 Each chunk is read and dequantized once for all batch lanes; the result of a lane does not depend on
 the others. Callers pass only positions that have a target. The reference is
 `tests.oracles.whole_model.head`.
@@ -26,7 +33,7 @@ from runtime.arrays.matrices import Matrices
 from runtime.arrays.products import Products
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, ReadyTile, RowSum
-from runtime.arrays.values import Move
+from runtime.arrays.values import Lora, Move
 from runtime.operations.logits_kernel import Shaping
 
 Targets = npt.NDArray[np.int64]
@@ -36,10 +43,12 @@ Targets = npt.NDArray[np.int64]
 class HeadResult:
     """Per position: loss (N,), the most likely token (N,), and dh (N, D) of the summed loss.
 
-    Predictions cost a pass over the logits, and are computed only on request.
+    `log_sum` (N, 1) is the logarithm of the sum of e to all logits. Predictions cost a pass over
+    the logits, and are computed only on request.
     """
 
     loss: mx.array
+    log_sum: mx.array
     predicted: mx.array | None
     dh: mx.array | None
 
@@ -57,10 +66,14 @@ class _Lane:
     weighted: RowSum
     targets: Targets
     shaping: Shaping
+    through_a: mx.array | None  # s h A (N, r)
+    adapted: mx.array | None = None  # R (N, r)
 
     def add(self, chunk: ReadyTile, start: int, gradient: bool) -> None:
         """Add the logits of a chunk of the vocabulary, whose first row is `start`."""
-        logits = self.shaping.of_tile(chunk.transposed_product(self.given), start, self.arrays)
+        products = chunk.transposed_product(self.given)
+        logits = self.shaping.of_tile(products, start, self.arrays, self.through_a)
+        del products
         self.arrays.settle(logits)
         top = self.arrays.row_max(logits)
         if self.predicted is not None:
@@ -80,26 +93,74 @@ class _Lane:
             del slope
         if gradient:
             self.weighted.add(Input.of(p, chunk.products), chunk, fade)
+            if self.shaping.lora is not None:
+                columns = self.shaping.lora.b[:, start : start + p.shape[1]]
+                part = p @ columns.T
+                self.adapted = part if self.adapted is None else self.adapted * fade + part
+                self.arrays.settle(self.adapted)
         self.arrays.settle(self.best, self.total)
 
     @property
     def state(self) -> list[mx.array]:
         """The arrays that go on from chunk to chunk."""
         state = [self.best, self.total, *self.weighted.parts]
+        state += [] if self.adapted is None else [self.adapted]
         return state if self.predicted is None else [*state, self.predicted]
 
     def result(self, gradient: bool, products: Products) -> HeadResult:
         scores = row_sums(products.rounded(self.given.x) * self.chosen)[:, 0]
+        lora, columns = self.shaping.lora, mx.zeros(0)
+        if lora is not None and self.through_a is not None:
+            columns = self.shaping.columns(self.targets).T  # (N, r)
+            scores = scores + row_sums(self.through_a * columns)[:, 0]
         target_logit = self.shaping.of_rows(scores, self.targets, self.arrays)[:, None]
-        loss = (self.best + mx.log(self.total) - target_logit)[:, 0]
+        log_sum = self.best + mx.log(self.total)
+        loss = (log_sum - target_logit)[:, 0]
         dh = None
         if gradient:
             slope = self.shaping.slope(target_logit, self.arrays)
             chosen = self.chosen if slope is None else self.chosen * slope
             dh = self.weighted.result() / self.total - chosen
+            if lora is not None and self.adapted is not None:
+                own = self.adapted / self.total - (columns if slope is None else columns * slope)
+                dh = mx.addmm(dh, own * lora.scale, lora.a.T)
             self.arrays.settle(dh)
-        self.arrays.settle(loss)
-        return HeadResult(loss, self.predicted, dh)
+        self.arrays.settle(loss, log_sum)
+        return HeadResult(loss, log_sum, self.predicted, dh)
+
+
+@dataclass
+class _Adapted:
+    """One set of positions in the second pass, and the sum of g B^T (N, r) so far."""
+
+    given: Input
+    through_a: mx.array
+    shaping: Shaping
+    targets: Targets
+    slopes: mx.array  # (N, 1)
+    log_sum: mx.array
+    arrays: Arrays
+    total: mx.array
+
+    def add(self, chunk: ReadyTile, start: int, lora: Lora, db: mx.array) -> None:
+        """Add a chunk of the vocabulary to the sum, and to its columns of dB (r, V)."""
+        arrays, products = self.arrays, chunk.transposed_product(self.given)
+        logits = self.shaping.of_tile(products, start, arrays, self.through_a)
+        del products
+        arrays.settle(logits)
+        slope, shape = self.shaping.slope(logits, arrays), logits.shape
+        g = arrays.exp_below(logits, self.log_sum).reshape(-1)
+        del logits
+        arrays.settle(g)
+        here = np.flatnonzero((self.targets >= start) & (self.targets < start + shape[1]))
+        places = here * shape[1] + self.targets[here] - start
+        arrays.add_rows(g, places, mx.full(len(here), -1.0))
+        g = arrays.times(g.reshape(shape), self.slopes)
+        g = g if slope is None else arrays.times(g, slope)
+        columns = slice(start, start + shape[1])
+        self.total = self.total + g @ lora.b[:, columns].T
+        arrays.settle(self.total)
+        arrays.add_to(db, (slice(None), columns), self.through_a.T @ g)
 
 
 @dataclass(frozen=True)
@@ -143,6 +204,39 @@ class HeadKernel:
         arrays.finish([[result.loss, result.dh] for result in results])
         return results
 
+    def adapter_gradients(
+        self,
+        hs: Sequence[mx.array],
+        targets: Sequence[Targets],
+        slopes: Sequence[mx.array],
+        log_sums: Sequence[mx.array],
+        matrix: Matrix,
+        shaping: Shaping,
+        gradients: tuple[mx.array, mx.array],
+    ) -> None:
+        """Add to `gradients`, of A (D, r) and B (r, V), those of positions of every lane, in place.
+
+        `slopes` (N, 1) are those of the objective over the positions' losses.
+        """
+        arrays, lora = self.matrices.arrays, shaping.lora
+        assert lora is not None, "the head has no adapter"
+        da, db = gradients
+        lanes = []
+        for h, of_lane, slope, log_sum in zip(hs, targets, slopes, log_sums, strict=True):
+            through_a = shaping.through_a(h, arrays)
+            assert through_a is not None
+            given, none = self.matrices.input(h), mx.zeros(through_a.shape)
+            lanes.append(_Adapted(given, through_a, shaping, of_lane, slope, log_sum, arrays, none))
+        for start in range(0, matrix.rows, self.chunk_rows):
+            chunk = self.matrices.tile(matrix, start, min(matrix.rows, start + self.chunk_rows))
+            for lane in lanes:
+                lane.add(chunk, start, lora, db)
+            del chunk
+            arrays.finish(db, [lane.total for lane in lanes])
+        for h, lane in zip(hs, lanes, strict=True):  # not h^T: see LoraProducts.backward_a
+            arrays.add_to(da, ..., ((lane.total.T @ h) * lora.scale).T)
+        arrays.finish(da)
+
     def _lane(
         self,
         h: mx.array,
@@ -165,4 +259,5 @@ class HeadKernel:
             RowSum(arrays),
             targets,
             shaping,
+            shaping.through_a(h, arrays),
         )

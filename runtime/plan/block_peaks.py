@@ -82,8 +82,8 @@ class PeakModel:
 
     @cached_property
     def all_adapter_bytes(self) -> int:
-        """Bytes of the float32 adapters of all layers."""
-        return sum(self.block_adapter_bytes(block) for block in self.manifest.layers)
+        """Bytes of the float32 adapters of all blocks."""
+        return sum(self.block_adapter_bytes(block) for block in self.manifest.blocks)
 
     @cached_property
     def adapter_bytes(self) -> int:
@@ -91,6 +91,31 @@ class PeakModel:
         if self.demand.all_adapters:
             return self.all_adapter_bytes
         return self._most_adapters * self.demand.adapter_copies
+
+    def _end_bytes(self, lowered: LoweredBlock, lanes: int) -> int:
+        """Bytes of adapters and gradients while the embedding or the head runs with an adapter.
+
+        The head's products with it are of a chunk of the vocabulary. A gradient is held twice where
+        it is added to that of earlier micro-batches, and three times where it is stored or summed.
+        """
+        owner = self.manifest.owner(lowered.block)
+        own = self.block_adapter_bytes(owner)
+        if not own or lowered.block in self.manifest.layers:
+            return 0
+        demand, execution = self.demand, self.execution
+        nbytes = 0 if demand.all_adapters else own * demand.adapter_copies
+        if demand.backward:
+            times = 3 if demand.stores_gradients or demand.sums_gradients else 1
+            nbytes += own * max(times, 2 if demand.holds_gradients else 1)
+            nbytes -= self._waiting_gradients
+        by_token = execution.bucket * execution.rank * F32
+        nbytes += 6 * lanes * by_token
+        if lowered.head is not None:
+            logits = lowered.head.streamed(execution)[0]
+            nbytes += 2 * execution.chunk_rows * execution.rank * F32
+            if execution.one_evaluation and demand.backward:
+                nbytes += 4 * lanes * logits + 2 * own
+        return nbytes
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -113,7 +138,22 @@ class PeakModel:
     @property
     def perturbing_bytes(self) -> int:
         """Extra bytes while perturbed copies of a block's adapters are made."""
-        return self.demand.scratch_copies * self._most_adapters
+        copies, outside = self.demand.scratch_copies, self._outside_adapters
+        held = 0 if self.demand.all_adapters else outside * self.demand.adapter_copies
+        ends = held + copies * outside - self.only_in_layers
+        return max(copies * self._most_adapters, ends if outside else 0)
+
+    @cached_property
+    def _outside_adapters(self) -> int:
+        """The most bytes of the adapter of the embedding or the head."""
+        return max(self.block_adapter_bytes(self.manifest.blocks[at]) for at in (0, -1))
+
+    @cached_property
+    def _waiting_gradients(self) -> int:
+        """Bytes of the gradient of a tied head's adapter, which waits for the embedding's."""
+        first, last = self.manifest.blocks[0], self.manifest.blocks[-1]
+        waits = self.demand.backward and self.manifest.owner(last) == first
+        return self.block_adapter_bytes(first) if waits else 0
 
     @cached_property
     def weight_update_bytes(self) -> int:
@@ -167,8 +207,9 @@ class PeakModel:
 
     @property
     def _held_gradients(self) -> int:
-        """Bytes of the gradients that are held until the last micro-batch of a step."""
-        return self.all_adapter_bytes if self.demand.holds_gradients else 0
+        """Bytes of gradients that wait for a step's last micro-batch, or for the embedding."""
+        held = self.all_adapter_bytes if self.demand.holds_gradients else 0
+        return held + self._waiting_gradients
 
     @cached_property
     def _most_adapters(self) -> int:
@@ -208,12 +249,13 @@ class PeakModel:
 
     def _new_backward(self, lowered: LoweredBlock) -> int:
         program = lowered.program
-        if not program.input or not lowered.backward:
+        if not lowered.backward:
             return 0
         (last,) = lowered.head.activations if lowered.head else (program.output,)
-        alive = {program.input, gradient_of(last), *self._starts(lowered)}
+        alive = {gradient_of(last)}
+        alive |= {program.input, *self._starts(lowered)} if program.input else set()
         peak = self._peak(lowered, program, lowered.backward, alive, 1, self.lowered.bucket)
-        return peak + self._materialized_block(lowered)
+        return peak + self._materialized_block(lowered) + self._end_bytes(lowered, 1)
 
     def forward(self, index: int, lanes: int) -> int:
         """Peak bytes while `lanes` hidden states run through a block together."""
@@ -234,7 +276,7 @@ class PeakModel:
                 self.demand.backward, (), lanes, bucket, program.values, lowered.block.tensor
             )
             peak = max(peak, lowered.head.working_bytes(call, self.execution))
-        return peak
+        return peak + self._end_bytes(lowered, lanes)
 
     def _starts(self, lowered: LoweredBlock) -> tuple[str, ...]:
         """The value that a layer has besides, for each hidden state of packed rows."""
@@ -472,17 +514,22 @@ class PeakModel:
     def hole_bytes(self) -> int:
         """The most unused bytes of a heap that an operation leaves by arrays of many sizes.
 
-        Where shared keys go along with hidden states, arrays between blocks leave holes, too.
+        Where shared keys go along with hidden states, arrays between blocks leave holes, too. So
+        does an adapter of the embedding or the head, which no hole of the layers' arrays fits.
         """
         lanes, tokens = self.demand.lanes[-1], self.lowered.bucket
         further = self.manifest.widest - self.manifest.hidden_size
-        return BETWEEN * tokens * further * F32 + max(
-            operation.hole_bytes(
-                Call(False, (), lanes, tokens, layer.program.values, layer.block.tensor),
-                self.execution,
+        return (
+            self._outside_adapters
+            + BETWEEN * tokens * further * F32
+            + max(
+                operation.hole_bytes(
+                    Call(False, (), lanes, tokens, layer.program.values, layer.block.tensor),
+                    self.execution,
+                )
+                for layer in self.lowered.layers
+                for operation in layer.program.operations
             )
-            for layer in self.lowered.layers
-            for operation in layer.program.operations
         )
 
     @property

@@ -76,6 +76,11 @@ class LoweredBlock:
     kept: frozenset[str]
     head: Operation | None
 
+    @property
+    def may_reverse(self) -> bool:
+        """Whether it may run backward: not an embedding without an adapter."""
+        return bool(self.program.input or self.adapted)
+
 
 @dataclass(frozen=True)
 class LoweredModel:
@@ -117,7 +122,7 @@ class LoweredModel:
             for block in self.blocks
             for operation in block.program.operations
             for tokens in token_counts
-            for key in operation.graph_keys(tokens, backward and bool(block.program.input))
+            for key in operation.graph_keys(tokens, backward and block.may_reverse)
         }
 
     @property

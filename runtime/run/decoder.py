@@ -105,7 +105,8 @@ class Decoder:
         self._is_whole = False
         with visit(model, 0):
             pairs = zip(chunks, positions, strict=True)
-            xs = [model.embed(chunk, first=position) for chunk, position in pairs]
+            loras = self.adapters.loras(model.blocks[0])
+            xs = [model.embed(chunk, loras, first=position) for chunk, position in pairs]
         for layer in visits(model):
             block = layer.block
             loras = self.adapters.loras(block)
@@ -120,4 +121,4 @@ class Decoder:
         with visit(model, -1):
             h = model.hidden(x, np.array([len(chunks[-1]) - 1]))
             del x
-            return model.logits(h)
+            return model.logits(h, self.adapters.loras(model.blocks[-1]))

@@ -68,13 +68,15 @@ def evaluate(
     All rows visit each block together, and the head once for all objectives.
     """
     with visit(model, 0):
-        xs = [model.embed(row.inputs) for row in rows]
+        loras = adapters.loras(model.blocks[0])
+        xs = [model.embed(row.inputs, loras) for row in rows]
     for layer in visits(model):
         xs = model.forward_lanes(layer.block, xs, [adapters.loras(layer.block)] * len(rows))
     with visit(model, -1):
         hs = [model.hidden(xs.pop(0), row.scored) for row in rows]
         predictions = any(objective.predicts for objective in objectives)
-        scored = score(model, rows, hs, predictions=predictions)
+        of_rows = [adapters.loras(model.blocks[-1])] * len(rows)
+        scored = score(model, rows, hs, predictions=predictions, loras=of_rows)
         return [
             [objective.value(group) for group in grouped(scored, objective.together)]
             for objective in objectives

@@ -44,7 +44,7 @@ def to_train(config: C, bundle: Bundle, note: Note | None = None) -> tuple[C, Bu
     manifest = bundle.manifest
     adapter = None
     if config.adapter is not None and (config.trainable or manifest.trainable) != "full":
-        adapter = lora_of(Path(config.adapter))
+        adapter = lora_of(Path(config.adapter), manifest)
     config = replace(config, trainable=config.trainable or _trainable(config, adapter, manifest))
     if config.trains_prefix:
         return _with_prefix(config, bundle, adapter)
@@ -148,7 +148,7 @@ def to_apply(adapter: Path | None, bundle: Bundle, note: Note | None = None) -> 
     """
     if adapter is None:
         return bundle.with_lora(msgspec.structs.replace(bundle.manifest.lora, targets=()))
-    lora = lora_of(adapter)
+    lora = lora_of(adapter, bundle.manifest)
     if lora is None:
         lora = bundle.manifest.lora
         if note is not None:
@@ -202,7 +202,13 @@ def _filled(config: C, lora: LoraSettings) -> C:
 
 def _checked(lora: LoraSettings, manifest: Manifest) -> LoraSettings:
     """The settings, with -1 where all of the model's layers get adapters."""
-    lora.check_targets(manifest.linear_names, manifest.expert_names)
+    lora.check_targets(manifest.linear_names, manifest.expert_names, manifest.outside_names)
+    outside = [name for name in manifest.outside_names if lora.adapts(name, outside=True)]
+    if lora.dropout and outside:
+        raise UsageError(
+            f"--lora-dropout {lora.dropout:g} with --lora-targets {','.join(outside)}: PEFT and "
+            "mlx-lm drop other values there, or none; give --lora-dropout 0, or other targets"
+        )
     if not lora.targets:
         raise UsageError(
             "the bundle's default adapts no linear layer; give --lora-targets, of "
@@ -239,7 +245,8 @@ def _option(name: str) -> str:
 def _effective(lora: LoraSettings, name: str, manifest: Manifest) -> object:
     """A setting as far as it matters to this model."""
     if name == "targets":
-        return {linear for linear in manifest.linear_names if lora.adapts(linear)}
+        outside = {f"{name} outside" for name in manifest.outside_names if lora.adapts(name, True)}
+        return outside | {linear for linear in manifest.linear_names if lora.adapts(linear)}
     if name == "layers":
         return lora.first_layer(len(manifest.layers))
     return getattr(lora, name)

@@ -72,6 +72,17 @@ class MappedTensors(MutableMapping[str, mx.array]):
         self._view(tensor)[:] = np.array(value, copy=False)
         self._drop(tensor)
 
+    def part(self, tensor: str, rows: slice) -> mx.array:
+        """A copy of some rows of a tensor."""
+        value = mx.array(self._view(tensor)[rows])
+        self._drop(tensor)
+        return value
+
+    def put_part(self, tensor: str, rows: slice, value: mx.array) -> None:
+        """Set some rows of a tensor, in place."""
+        self._view(tensor)[rows] = np.array(value, copy=False)
+        self._drop(tensor)
+
     def __delitem__(self, tensor: str) -> None:
         raise TypeError("the names are fixed")
 

@@ -17,7 +17,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 
 from export.sources.families import build_model
 from export.sources.general import model_module
@@ -82,10 +82,11 @@ def adapted(model: nn.Module, adapters: Adapters, dropout: StepDropout | None = 
     manifest = adapters.manifest
     model.freeze()
     parents = dict(model.named_modules())
-    for block in manifest.layers:
+    for block in manifest.blocks:
         for name in manifest.adapted(block):
             path = block.tensor(name)
-            lora = LoRALinear.from_base(parents[path], r=manifest.lora.rank, scale=adapters.scale)
+            kind = LoRAEmbedding if block == manifest.blocks[0] else LoRALinear
+            lora = kind.from_base(parents[path], r=manifest.lora.rank, scale=adapters.scale)
             if dropout is not None:
                 lora.dropout = RowDropout(dropout, path)
             parent, _, attribute = path.rpartition(".")

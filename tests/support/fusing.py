@@ -24,6 +24,7 @@ def added(adapters: Adapters) -> dict[str, LowRank]:
             np.array(adapters.tensors[f"{name}.lora_a"]),
             np.array(adapters.tensors[f"{name}.lora_b"]),
             adapters.scale,
+            name in adapters.manifest.adapted(adapters.manifest.blocks[0]),
         )
         for name in names
     }

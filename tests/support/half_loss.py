@@ -17,8 +17,8 @@ class HalfLoss(Loss):
     def value(self, group: Group) -> float:
         return sum(scored.cross_entropy for scored in group) / 2
 
-    def gradients(self, group: Group) -> list[mx.array]:
-        return [scored.gradient * 0.5 for scored in group]
+    def slopes(self, group: Group) -> list[float | mx.array]:
+        return [0.5] * len(group)
 
 
 def objective(rows: NumberedRows | None) -> HalfLoss:

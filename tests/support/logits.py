@@ -32,11 +32,14 @@ def engine_logits(
     """
     bucket = next(one for one in bundle.manifest.buckets if one >= len(tokens))
     model = model_of(bundle, bucket)
-    x = model.embed(tokens) * factor
-    for block in bundle.manifest.layers:
-        x = model.forward(block, x, {} if adapters is None else adapters.loras(block))
+    first, *layers, last = (
+        (block, {} if adapters is None else adapters.loras(block)) for block in model.blocks
+    )
+    x = model.embed(tokens, first[1]) * factor
+    for block, loras in layers:
+        x = model.forward(block, x, loras)
     h = model.hidden(x, np.arange(len(tokens)))
-    return np.array(model.label_logits(h, np.arange(bundle.manifest.vocab_size), {}))
+    return np.array(model.label_logits(h, np.arange(bundle.manifest.vocab_size), last[1]))
 
 
 def mlx_lm_logits(folder: Path, tokens: Tokens, factor: float = 1.0) -> np.ndarray:

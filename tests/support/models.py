@@ -64,10 +64,12 @@ def scored_logits(
     model: Model, adapters: Adapters, tokens: np.ndarray, scored: Positions
 ) -> np.ndarray:
     """(N, V) after the tokens at these positions, of the head's whole matrix."""
-    x = model.embed(tokens)
+    x = model.embed(tokens, adapters.loras(model.blocks[0]))
     for block in model.blocks[1:-1]:
         x = model.forward(block, x, adapters.loras(block))
     w = reference.dequantized(model.weights, model.head_matrix)
+    for lora in adapters.loras(model.blocks[-1]).values():
+        w = w + lora.scale * (lora.a @ lora.b).T
     return np.array(model.hidden(x, scored) @ w.T)
 
 

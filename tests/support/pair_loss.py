@@ -24,10 +24,10 @@ class PairLoss(Loss):
     def value(self, group: Group) -> float:
         return pair_loss(*(scored.cross_entropy for scored in group))
 
-    def gradients(self, group: Group) -> list[mx.array]:
+    def slopes(self, group: Group) -> list[float | mx.array]:
         chosen, rejected = group
         slope = pair_slope(chosen.cross_entropy, rejected.cross_entropy)
-        return [chosen.gradient * slope, rejected.gradient * -slope]
+        return [slope, -slope]
 
 
 def pair_loss(chosen: float, rejected: float) -> float:

@@ -61,7 +61,9 @@ class FullZerothOrder(ZerothOrder):
         by = point.sign * self.epsilon
         return Moved(Perturbation(self.weights, number, point.query, by))
 
-    def _embed(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> None:
+    def _embed(
+        self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
+    ) -> None:
         for slot, lane in enumerate(lanes):
             sample = rows[lane.row]
             x = model.embed(sample.inputs, self._loras[lane.point], sample.offsets)
@@ -78,9 +80,6 @@ class FullZerothOrder(ZerothOrder):
         points: Sequence[Point],
     ) -> None:
         perturbed |= {point: self._loras[point] for point in points}
-
-    def _outside_layers(self, lane: Lane) -> Loras:
-        return self._loras[lane.point]
 
     def _catch_up(self, block: Block, model: Model) -> None:
         with model.profile.span("update"):

@@ -206,13 +206,14 @@ class ZerothOrder:
     ) -> Numbers:
         """See `_losses`; every block is visited once, so the pending update is applied to all."""
         with visit(model, 0):
-            self._embed(model, rows, lanes)
+            self._embed(model, number, rows, lanes)
         for layer in visits(model):
             self._block(model, layer.block, number, rows, lanes)
+        with visit(model, -1):
+            numbers = self._losses(model, number, rows, lanes)
         self._pending = False
         self._caught_up.clear()
-        with visit(model, -1):
-            return self._losses(model, rows, lanes)
+        return numbers
 
     def _measured(self, model: Model, number: int, rows: Sequence[Sample]) -> Measured:
         """The descent's measurements on this step's batch, before its directions are drawn."""
@@ -240,13 +241,25 @@ class ZerothOrder:
             Probe(self.adapters.tensors, self.epsilon, queries, together, alone)
         )
 
-    def _embed(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> None:
-        for row in sorted({lane.row for lane in lanes}):
-            x = model.embed(rows[row].inputs, offsets=rows[row].offsets)
-            for slot, lane in enumerate(lanes):
-                if lane.row == row:
-                    self.activations.put(0, slot, x)
-            del x
+    def _embed(
+        self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
+    ) -> None:
+        """Store the first hidden states; without an adapter those of a row are all the same."""
+        block, perturbed = model.blocks[0], dict[Point, Loras]()
+        if not self.adapters.manifest.adapted(block):
+            for row in sorted({lane.row for lane in lanes}):
+                x = model.embed(rows[row].inputs, offsets=rows[row].offsets)
+                for slot, lane in enumerate(lanes):
+                    if lane.row == row:
+                        self.activations.put(0, slot, x)
+                del x
+            return
+        self._catch_up(block, model)
+        for slot, lane in enumerate(lanes):
+            (loras,) = self._at_points(perturbed, model, block, number, lanes, [lane])
+            sample = rows[lane.row]
+            self.activations.put(0, slot, model.embed(sample.inputs, loras, sample.offsets))
+            del loras
 
     def _block(
         self,
@@ -258,18 +271,10 @@ class ZerothOrder:
     ) -> None:
         self._catch_up(block, model)
         perturbed: dict[Point, Loras] = {}
-        points = by_query(sorted({lane.point for lane in lanes}))
-        of_query = {query_points[0].query: query_points for query_points in points}
         for first in range(0, len(lanes), self.lanes):
             group = lanes[first : first + self.lanes]
-            for done in [point for point in perturbed if point.query < group[0].point.query]:
-                del perturbed[done]
-            held = {point.query for point in perturbed}
-            for query in sorted({lane.point.query for lane in group} - held):
-                with model.profile.span("noise"):
-                    self._perturb(perturbed, block, number, of_query[query])
+            loras = self._at_points(perturbed, model, block, number, lanes, group)
             xs = [self.activations.get(0, first + i) for i in range(len(group))]
-            loras = [perturbed[lane.point] for lane in group]
             offsets = [rows[lane.row].offsets for lane in group]
             ys = model.forward_lanes(block, xs, loras, offsets)
             for i in range(len(group)):
@@ -277,6 +282,28 @@ class ZerothOrder:
             del loras  # before the next group's are drawn
             if first == 0:
                 self._visited(block, model)
+
+    def _at_points(
+        self,
+        perturbed: dict[Point, Loras],
+        model: Model,
+        block: Block,
+        number: int,
+        lanes: Sequence[Lane],
+        group: Sequence[Lane],
+    ) -> list[Loras]:
+        """The block's adapters of a group of the lanes, by way of those `perturbed` so far.
+
+        There those of earlier queries are freed, and those at all points of a new one are added.
+        """
+        for done in [point for point in perturbed if point.query < group[0].point.query]:
+            del perturbed[done]
+        held = {point.query for point in perturbed}
+        for query in sorted({lane.point.query for lane in group} - held):
+            points = sorted({lane.point for lane in lanes if lane.point.query == query})
+            with model.profile.span("noise"):
+                self._perturb(perturbed, block, number, points)
+        return [perturbed[lane.point] for lane in group]
 
     def _perturb(
         self,
@@ -288,8 +315,8 @@ class ZerothOrder:
         """The block's adapters at all points of one query."""
         theta = self.adapters.tensors
         names = self._names(block)
-        query = points[0].query
-        moves = self._only.get(query, block) == block
+        query, owner = points[0].query, self.adapters.manifest.owner(block)
+        moves = self._only.get(query, owner) == owner
         z = {name: self._direction(number, query, name) for name in self._trained(names) if moves}
         for point in points:
             step = point.sign * self.epsilon
@@ -306,11 +333,8 @@ class ZerothOrder:
         return z if query in self._only else self.descent.direction(name, z)
 
     def _names(self, block: Block) -> list[str]:
-        return [
-            full
-            for name in self.adapters.manifest.adapted(block)
-            for full in self.adapters.manifest.adapter_names(block, name)
-        ]
+        """The tensors with which a block runs, some of which another one may own."""
+        return list(self.adapters.manifest.adapter_shapes(self.adapters.manifest.owner(block)))
 
     def _place(self, lane: Lane) -> Place:
         return Place(lane.point, lane.row // self.objective.together)
@@ -322,15 +346,19 @@ class ZerothOrder:
             groups.setdefault(self._place(lane), []).append(slot)
         return groups
 
-    def _losses(self, model: Model, rows: Sequence[Sample], lanes: Sequence[Lane]) -> Numbers:
+    def _losses(
+        self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
+    ) -> Numbers:
         """The summed cross entropy of each row of each group, and the group's summand."""
         head, objective = model.blocks[-1], self.objective
         numbers: Numbers = {}
+        perturbed: dict[Point, Loras] = {}
         self._catch_up(head, model)
         groups = [*self._groups(lanes).values()]
         for chunk in chunks(groups, self.lanes, len):
             slots = [slot for group in chunk for slot in group]
-            loras = [self._outside_layers(lanes[slot]) for slot in slots]
+            chosen = [lanes[slot] for slot in slots]
+            loras = self._at_points(perturbed, model, head, number, lanes, chosen)
             samples = [rows[lanes[slot].row] for slot in slots]
             hs = [
                 model.hidden(self.activations.get(0, slot), sample.scored, own)
@@ -405,20 +433,20 @@ class ZerothOrder:
             "give a larger one, such as 0.001"
         )
 
-    def _outside_layers(self, lane: Lane) -> Loras:
-        """The moves of weights in the embedding and the head, which have no adapters."""
-        return {}
-
     def _visited(self, block: Block, model: Model) -> None:
         """The first hidden states have left a block: its update is complete."""
 
     def _catch_up(self, block: Block, model: Model) -> None:
         """Apply the pending update to one block."""
         if self._pending:
-            names = self._names(block)
             with model.profile.span("update"):
-                self._apply(names)
-            self._caught_up.update(names)
+                self._update(block)
+
+    def _update(self, block: Block) -> None:
+        """Apply the pending update to the tensors of one block that do not have it."""
+        names = [name for name in self._names(block) if name not in self._caught_up]
+        self._apply(names)
+        self._caught_up.update(names)
 
     def _trained(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if self.estimator.trains(name)]
@@ -433,8 +461,8 @@ class ZerothOrder:
     def settle(self) -> None:
         """Apply the pending update at once to all blocks that a pass has not come to."""
         if self._pending:
-            for block in self.adapters.manifest.layers:
-                self._apply([name for name in self._names(block) if name not in self._caught_up])
+            for block in self.adapters.manifest.blocks:
+                self._update(block)
             self._pending = False
             self._caught_up.clear()
 

@@ -138,10 +138,16 @@ def set_bases(
     row.
 
     Raises:
-        UsageError: the rank is larger than a matrix has columns.
+        UsageError: the rank is larger than a matrix has columns, or one is outside of layers.
         DivergedError: the inputs are not finite.
     """
     manifest = adapters.manifest
+    ends = (*manifest.adapted(manifest.blocks[0]), *manifest.adapted(manifest.blocks[-1]))
+    if ends:
+        raise UsageError(
+            f"--lora-targets {ends[0].split('.')[-1]} is not for zo-act, which trains coefficients "
+            "of a basis of inputs inside of layers; give other targets, or --method mezo"
+        )
     for name, (columns, rank) in Adapters.shapes(manifest).items():
         if name.endswith("lora_a") and rank > columns:
             raise UsageError(

@@ -13,10 +13,11 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from model_types.tiny import tiny as tiny_settings
 from oracles.whole_model import dense_model
 from safetensors.numpy import load_file
-from support.adapters import saved_adapter, written
+from support.adapters import check_same, read_again, saved_adapter, written
 from support.bundles import Tiny, runnable, settings
 from support.checkpoints import Arrays, weights_of, write_folder
 from support.fusing import fused_model, silent
+from support.lora import with_lora
 from support.models import Rng, adapters_of
 from support.random_types import random_bundle
 from support.runs import here
@@ -27,11 +28,12 @@ from export.bundle import export_bundle
 from export.fused.checkpoint import write_checkpoint
 from export.sources.families import transformers_config
 from export.sources.random import PRESETS
-from export.sources.source import RENAMED
+from runtime.adapters.origins import RENAMED
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
+from runtime.methods.joined_adapters import joined, pieces_of
 
 SCALE = 2.0  # of the default settings
 EXPERTS = 4  # of the tiny model
@@ -118,6 +120,7 @@ def test_what_is_added_is_added_to_the_same_rows(tmp_path: Path, rng: Rng, famil
         assert np.allclose(delta.T if family == "gpt2" else delta, value, atol=1e-5), name
     assert config["fan_in_fan_out"] == (family == "gpt2")
     assert bool(config["rank_pattern"]) == (family == "granitemoehybrid")
+    check_same(read_again(bundle, out), adapters)
 
 
 def with_origins(manifest: Manifest, origins: object) -> Manifest:
@@ -144,6 +147,40 @@ def test_a_part_of_a_fused_matrix_alone_and_a_joined_one(tiny: Tiny, rng: Rng) -
     assert not terms["both"].b[:, :rows].any() and np.array_equal(terms["both"].b[:, rows:], up)
     assert np.array_equal(np.concatenate([terms["x"].b, terms["y"].b], axis=1), down)
     assert np.array_equal(terms["x"].a, terms["y"].a)
+
+
+@pytest.mark.parametrize("some", [("q",), ("q", "v"), ("q", "k", "v")])
+def test_matrices_of_a_fused_one_are_read_as_they_were_written(
+    tiny: Tiny, rng: Rng, some: tuple[str, ...]
+) -> None:
+    bundle = with_lora(tiny("qwen2"), targets=tuple(f"{one}_proj" for one in some), layers=1)
+    attention = f"{bundle.manifest.layers[-1].name}.self_attn"
+    rows = [bundle.manifest.matrices[f"{attention}.{one}_proj"].rows for one in "qkv"]
+    origins = {
+        f"{attention}.{one}_proj.weight": [["qkv.weight", sum(rows[:at]), rows[at], sum(rows)]]
+        for at, one in enumerate("qkv")
+    }
+    adapters = adapters_of(bundle, rng)
+    manifest = with_origins(adapters.manifest, origins)
+    ours = {key: np.array(value) for key, value in adapters.tensors.items()}
+    term = terms_elsewhere(Adapter(manifest, ours), "--to peft")["qkv"]
+    there = {"qkv.lora_a": term.a, "qkv.lora_b": term.b}
+    shapes, rank = {name: value.shape for name, value in there.items()}, manifest.lora.rank
+    pieces = pieces_of(shapes, manifest, rank, there.__getitem__)
+    assert pieces.keys() == {f"{attention}.{one}_proj" for one in some}
+    for name, value in ours.items():
+        found = joined(name, pieces[name.rpartition(".")[0]], there.__getitem__)
+        assert np.array_equal(found, value), name
+    if len(some) == 1:  # as PEFT trains it: one A, and a B that reaches all rows
+        there["qkv.lora_b"] = dense = term.b + 1
+        pieces = pieces_of(shapes, manifest, rank, there.__getitem__)
+        names = [f"{attention}.{one}_proj.lora_b" for one in "qkv"]
+        found = [joined(n, pieces[n.rpartition(".")[0]], there.__getitem__) for n in names]
+        assert np.array_equal(np.concatenate(found, axis=1), dense)
+    else:
+        there["qkv.lora_b"] = term.b + 1
+        with pytest.raises(ValueError, match="which is not made of adapters of rank 8"):
+            pieces_of(shapes, manifest, rank, there.__getitem__)
 
 
 DAMAGED = BundleError, "damaged"
@@ -181,6 +218,7 @@ def test_routers_are_named_as_parameters(tiny: Tiny, rng: Rng, tmp_path: Path) -
     assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     layers = range(len(bundle.manifest.layers))
     assert config["target_parameters"] == [f"model.layers.{i}.mlp.gate.weight" for i in layers]
+    check_same(read_again(bundle, out), read_again(bundle, tmp_path / "ours"))
     saved_adapter(bundle, rng, tmp_path / "drops", dropout=0.1)
     words = ("adapter", tmp_path / "drops", "--bundle", bundle.path, "--to", "peft")
     done = here(*words, "-o", tmp_path / "none")

@@ -79,10 +79,13 @@ def test_settings_follow_from_tensors_and_configuration(
     targets = ("down_proj", "k_proj", "q_proj")
     expected = LoraSettings(rank=3, alpha=5.0, targets=targets, layers=1, rslora=True)
     folder = theirs("peft")
-    assert lora_of(folder) == expected
+    assert lora_of(folder, bundle.manifest) == expected
     # the tensors count, and options that are switched off do not
-    assert lora_of(configured(folder, target_modules="all-linear", new_option=[])) == expected
-    found = lora_of(configured(theirs("mlx"), num_layers=16))
+    assert (
+        lora_of(configured(folder, target_modules="all-linear", new_option=[]), bundle.manifest)
+        == expected
+    )
+    found = lora_of(configured(theirs("mlx"), num_layers=16), bundle.manifest)
     assert found is not None and (found.layers, found.targets) == (1, targets)
     assert np.isclose(found.scale, expected.scale, rtol=1e-12) and not found.rslora
 
@@ -114,17 +117,17 @@ def test_settings_follow_from_tensors_and_configuration(
     ids=str,
 )
 def test_what_is_not_plain_lora_is_refused_by_name(
-    theirs: Callable[[str], Path], change: dict[str, Any], said: str
+    bundle: Bundle, theirs: Callable[[str], Path], change: dict[str, Any], said: str
 ) -> None:
     folder = configured(theirs("peft"), **change)
     with pytest.raises(BundleError) as refused:
-        lora_of(folder)
+        lora_of(folder, bundle.manifest)
     assert said in str(refused.value) and "adapter_config.json" in str(refused.value)
 
 
-def test_another_kind_of_mlx_lm_is_refused(theirs: Callable[[str], Path]) -> None:
+def test_another_kind_of_mlx_lm_is_refused(bundle: Bundle, theirs: Callable[[str], Path]) -> None:
     with pytest.raises(BundleError, match="its adapter is 'dora'; only lora is supported"):
-        lora_of(configured(theirs("mlx"), fine_tune_type="dora"))
+        lora_of(configured(theirs("mlx"), fine_tune_type="dora"), bundle.manifest)
 
 
 def _renamed(old: str, new: str) -> Callable[[Arrays], Arrays]:
@@ -182,7 +185,7 @@ _TOWER = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_with("base_model.model.lm_head.lora_A.weight", _ONE), "it adapts lm_head"),
+        (_with("base_model.model.lm_head.lora_A.weight", _ONE), "PEFT has adapted one of the two"),
         (_with("base_model.model.lm_head.weight", _ONE), "'base_model.model.lm_head.weight'; only"),
         (_with(f"{Q}.lora_magnitude_vector", _ONE), "vector', which means DoRA"),
         (_with(f"{Q}.lora_B.bias", _ONE), "lora_B.bias', which means adapters with a bias; only"),
@@ -197,7 +200,7 @@ _TOWER = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.
         (_renamed("layers.1.mlp", "layers.0.mlp"), "only the same in consecutive layers"),
         (_renamed("layers.1.", "layers.0."), "it has layer 0, expected are layer 1"),
         (_renamed("layers.1.", "layers.9."), "it has layer 9, expected are layer 1"),
-        (_renamed("layers.1.", "layers.1234567890."), "only linear layers inside"),
+        (_renamed("layers.1.", "layers.1234567890."), "only linear layers and embeddings"),
         (_renamed("q_proj", "w_proj"), "does not fit the bundle"),
         (lambda tensors: {}, "holds no tensors"),
     ],
@@ -248,25 +251,25 @@ def test_files_that_are_not_whole_are_refused(
         with pytest.raises(OnDeviceError):
             read_again(bundle, source)
     with pytest.raises(BundleError, match="which says PEFT's lora_alpha"):
-        lora_of(folder)
+        lora_of(folder, bundle.manifest)
     (folder / "adapter_config.json").write_bytes(config)
     (folder / WEIGHTS["peft"]).rename(folder / "adapter_model.bin")
     with pytest.raises(BundleError, match="is a pickle"):
-        lora_of(folder)
+        lora_of(folder, bundle.manifest)
     (folder / "adapter_model.bin").unlink()
     with pytest.raises(BundleError, match="cannot be read"):
-        lora_of(folder)
+        lora_of(folder, bundle.manifest)
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(BundleError, match="is damaged"):
-        lora_of(folder)
+        lora_of(folder, bundle.manifest)
     (tmp_path / "empty").mkdir()
     with pytest.raises(BundleError, match="An adapter is a run that has saved"):
-        lora_of(tmp_path / "empty")
+        lora_of(tmp_path / "empty", bundle.manifest)
     full = tmp_path / "full"
     full.mkdir()
     (full / "weights.slots").touch()
     with pytest.raises(UsageError, match="holds no adapter; ondevice replay"):
-        lora_of(full)
+        lora_of(full, bundle.manifest)
     refused = here("adapter", full, "--bundle", bundle.path, "--to", "peft", "-o", tmp_path / "x")
     assert refused.returncode == 2 and "ondevice replay" in refused.stderr
 

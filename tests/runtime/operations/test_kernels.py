@@ -586,7 +586,41 @@ def test_head_loss_gradient_and_prediction(
     assert (best >= logits.max(axis=1) - bound).all()
 
 
-@pytest.mark.parametrize(("biased", "cap"), [(True, None), (False, 3.0), (True, 3.0)])
+def check_head_adapter(
+    kernel: HeadKernel,
+    rng: Rng,
+    h: mx.array,
+    w: mx.array,
+    matrix: Matrix,
+    targets: np.ndarray,
+    plain: Shaping,
+) -> None:
+    """A head with LoRA has the loss and gradients of a matrix with the product A B added."""
+    a, b = normal(rng, matrix.columns, 3), normal(rng, 3, matrix.rows)
+    shaping, slopes = replace(plain, lora=Lora(a, b, 0.5)), normal(rng, len(targets), 1)
+
+    def losses(h: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        added = w + 0.5 * (a @ b).T
+        return reference.head(h, added, mx.array(targets), plain.bias, plain.cap)
+
+    (result,) = kernel.run([h], [targets], matrix, True, False, shapings=[shaping])
+    close(result.loss, losses(h, a, b))
+    close(result.dh, mx.grad(lambda h: losses(h, a, b).sum())(h))
+    found = mx.zeros(a.shape), mx.zeros(b.shape)
+    mx.eval(found)
+    halves, log_sum = slice(0, 4), result.log_sum
+    for part in (halves, slice(4, None)):
+        kernel.adapter_gradients(
+            [h[part]], [targets[part]], [slopes[part]], [log_sum[part]], matrix, shaping, found
+        )
+    whole = mx.grad(lambda a, b: (losses(h, a, b) * slopes[:, 0]).sum(), argnums=(0, 1))(a, b)
+    for one, expected in zip(found, whole, strict=True):
+        close(one, expected)
+
+
+@pytest.mark.parametrize(
+    ("biased", "cap"), [(False, None), (True, None), (False, 3.0), (True, 3.0)]
+)
 def test_head_with_a_bias_and_a_cap(
     tmp_path: Path, rng: Rng, arrays: Arrays, biased: bool, cap: float | None
 ) -> None:
@@ -597,6 +631,7 @@ def test_head_with_a_bias_and_a_cap(
     matrices = tiles_of(weights, matrix, "unpacked", 1000, arrays)
     kernel = HeadKernel(matrices, int(rng.integers(1, 200)))
     (result,) = kernel.run([h], [targets], matrix, True, True, shapings=[shaping])
+    check_head_adapter(kernel, rng, h, w, matrix, targets, shaping)
     close(result.loss, reference.head(h, w, mx.array(targets), bias, cap))
     close(result.dh, mx.grad(lambda h: reference.head(h, w, mx.array(targets), bias, cap).sum())(h))
     logits = h @ w.T if bias is None else h @ w.T + bias

@@ -1,4 +1,4 @@
-"""The tensors of transformers of which mlx-lm's are parts, where the two have other ones.
+"""The modules of transformers of which mlx-lm's are parts, where the two have other ones.
 
 Only a checkpoint's own tensors show them, so that a bundle's provenance keeps them. Experts, of
 which there may be thousands, have one entry for all that lie one below the other.
@@ -7,15 +7,78 @@ which there may be thousands, have one entry for all that lie one below the othe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from export.sources.source import RENAMED, Origin
 from runtime.core.errors import BundleError, UsageError
 
-Origins = Mapping[str, tuple[Origin, ...]]
+RENAMED = "renamed"  # in a provenance; True in bundles of earlier versions
+WEIGHT = ".weight"
 _MOST = 4096  # experts of a layer
+# parts of names that transformers (5.24) changes as it loads the checkpoints of a family
+_LOADED_AS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "exaone": (
+        ("transformer.h.", "model.layers."),
+        *((".attn.attention.out_", ".self_attn.o_"), (".attn.attention.", ".self_attn.")),
+        *((".c_fc_0", ".gate_proj"), (".c_fc_1", ".up_proj"), (".mlp.c_proj", ".mlp.down_proj")),
+    ),
+    "granitemoe": ((".router.layer", ".router"),),
+    "mixtral": ((".block_sparse_moe.", ".mlp."),),
+}
+
+
+class Origin(NamedTuple):
+    """Of the `height` rows of the tensor `name` of a checkpoint, `rows` from `first` on.
+
+    With `transposed` the checkpoint has it as (in, out), and its rows are columns there. `columns`
+    are the first one, how many there are, and how many the checkpoint's has; None for all. A
+    `times` above 1 stands for so many tensors, whose names have the numbers from 0 on in place of a
+    star.
+    """
+
+    name: str
+    first: int
+    rows: int
+    height: int
+    transposed: bool = False
+    columns: tuple[int, int, int] | None = None
+    times: int = 1
+
+    @property
+    def each(self) -> tuple[Origin, ...]:
+        """The origins that this one stands for."""
+        if self.times == 1:
+            return (self,)
+        names = (self.name.replace("*", str(number)) for number in range(self.times))
+        return tuple(self._replace(name=name, times=1) for name in names)
+
+    @property
+    def across(self) -> tuple[int, int, int]:
+        """The columns, where all are one."""
+        return self.columns or (0, 1, 1)
+
+
+Origins = Mapping[str, tuple[Origin, ...]]
+
+
+def elsewhere(
+    family: str, provenance: Mapping[str, Any], rows: Mapping[str, int], what: str
+) -> dict[str, list[tuple[str, Origin]]]:
+    """Of each of our modules, its parts in order: transformers' modules, and which rows of these.
+
+    `rows` are those of our modules' matrices. For `what` and the errors see `origins_in`.
+    """
+    origins, renames = origins_in(provenance, what), _LOADED_AS.get(family, ())
+    found: dict[str, list[tuple[str, Origin]]] = {}
+    for own, count in rows.items():
+        name = f"{own}{WEIGHT}"
+        for part in origins.get(name, (Origin(name, 0, count, count),)):
+            module = part.name.removesuffix(WEIGHT)
+            for old, new in renames:
+                module = module.replace(old, new)
+            found.setdefault(own, []).append((module, part))
+    return found
 
 
 def together(origins: list[Origin]) -> list[Origin]:

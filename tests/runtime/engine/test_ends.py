@@ -1,0 +1,195 @@
+"""LoRA on the embedding and the head: against mlx-lm's own layers and autograd, and elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.tuner.utils import load_adapters
+from oracles import whole_model as reference
+from safetensors.numpy import load_file, save_file
+from support.adapters import check_same, read_again, saved_adapter, written
+from support.bundles import Rng, Tiny
+from support.fusing import fused_model
+from support.logits import engine_logits
+from support.lora import with_lora
+from support.models import (
+    CLOSE,
+    adapters_of,
+    agree,
+    mebp,
+    model_of,
+    packed_of,
+    relative,
+    rows_of,
+    scored_logits,
+)
+from support.runs import (
+    adapter,
+    json_of,
+    killed_and_resumed,
+    refuses,
+    succeeds,
+    train_arguments,
+)
+
+from runtime.core.errors import BundleError
+from runtime.engine.sample import Sample
+from runtime.methods.noise import Noise
+from runtime.methods.zeroth.mezo import TwoPoint
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.storage.activations import Activations
+
+ENDS: dict[str, tuple[str, ...]] = {
+    "qwen2": ("embed_tokens",),  # tied
+    "gemma3": ("embed_tokens", "q_proj"),  # tied, with a factor after the lookup
+    "llama": ("embed_tokens", "lm_head", "down_proj"),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "layouts", "arithmetic", "packs"),
+    [
+        ("qwen2", ENDS["qwen2"], "mixed", "packed", True),
+        ("gemma3", ENDS["gemma3"], "", "unpacked", False),
+        ("llama", ENDS["llama"], "mixed", "unpacked", True),
+        ("llama", ("lm_head",), "", "packed", False),
+        ("llama", ("embed_tokens", "v_proj"), "", "unpacked", False),
+    ],
+)
+def test_gradients_are_autograds(
+    tiny: Tiny,
+    rng: Rng,
+    tmp_path: Path,
+    family: str,
+    targets: tuple[str, ...],
+    layouts: str,
+    arithmetic: str,
+    packs: bool,
+) -> None:
+    bundle = with_lora(tiny(family, layouts), targets=targets, layers=2)
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    samples: list[Sample] = [packed_of(bundle, rng, 50, 30)] if packs else list(rows)
+    model = model_of(bundle, 64, arithmetic)
+    result, found = mebp(model, adapters, samples, tmp_path)
+    alone = [row for sample in samples for row in sample.rows]
+    dense = reference.dense_model(bundle, adapters)
+    loss, expected = reference.gradients(dense, [(row.tokens, row.scored) for row in alone])
+    assert result.loss_sum / result.scored_tokens == pytest.approx(loss, rel=1e-5)
+    agree(found, expected)
+    tokens = rows[0].inputs
+    logits = mx.array(scored_logits(model, adapters, tokens, np.arange(len(tokens))))
+    assert reference.relative_error(logits, dense(mx.array(tokens)[None])[0]) <= CLOSE
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_forward_passes_move_them_as_on_the_whole_model(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path, family: str
+) -> None:
+    bundle = with_lora(tiny(family), targets=ENDS[family])
+    model, adapters, rows = model_of(bundle, 32), adapters_of(bundle, rng), rows_of(bundle, rng)
+    oracle = reference.MonolithicMeZO(
+        type(adapters)(adapters.manifest, dict(adapters.tensors)), Noise(seed), 1e-2, 2, 0.01
+    )
+    slots = Activations(tmp_path, 1, 4 * len(rows), (1, 32, bundle.manifest.hidden_size))
+    running = ZerothOrder(
+        lambda length: model, adapters, slots, Noise(seed), 1e-2, TwoPoint(2), 0.01, lanes=3
+    )
+    for step in range(3):
+        result = running.step(step, 1e-2, [rows])
+        _, gradients = oracle.step(model, rows, step, 1e-2)
+        assert result.record is not None
+        np.testing.assert_allclose(result.record[1], gradients, rtol=2e-2, atol=2e-3)
+    running.settle()
+    for name, value in oracle.adapters.tensors.items():
+        assert relative(np.array(adapters.tensors[name]), np.array(value)) <= 1e-3, name
+
+
+@pytest.mark.parametrize("form", ["peft", "mlx"])
+@pytest.mark.parametrize(("family", "layers"), [("qwen2", -1), ("llama", 1), ("gemma3", 1)])
+def test_what_others_read_is_the_same(
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layers: int, form: str
+) -> None:
+    bundle = tiny(family)
+    adapters = saved_adapter(bundle, rng, tmp_path / "ours", targets=ENDS[family], layers=layers)
+    out = written(bundle, tmp_path / "ours", form, tmp_path / form)
+    check_same(read_again(bundle, out), adapters)
+    tokens = rng.integers(0, bundle.manifest.vocab_size, 20)
+    ours = engine_logits(bundle.with_lora(adapters.manifest.lora), adapters, tokens)
+    if form == "mlx":
+        model = load_adapters(reference.dense_model(bundle), str(out))
+        model.eval()
+        assert relative(ours, np.array(model(mx.array(tokens)[None])[0])) <= CLOSE
+        with fused_model(bundle, adapters) as fused:
+            model = reference.checkpoint_model(fused)
+        assert relative(ours, np.array(model(mx.array(tokens)[None])[0])) <= CLOSE
+        return
+    config: dict[str, Any] = json.loads((out / "adapter_config.json").read_bytes())
+    tied = family != "llama"
+    assert config["ensure_weight_tying"] is tied and config["layers_to_transform"] is None
+    tensors = load_file(out / "adapter_model.safetensors")
+    head = "base_model.model.lm_head.lora_A.weight"
+    if tied:  # PEFT also saves the weights themselves, and its users may tie nothing
+        tensors["base_model.model.lm_head.base_layer.weight"] = np.zeros((3, 3), np.float32)
+        save_file(tensors, out / "adapter_model.safetensors")
+        check_same(read_again(bundle, out), adapters)
+        tensors[head] = tensors[head] * 2
+        save_file(tensors, out / "adapter_model.safetensors")
+        with pytest.raises(BundleError, match="ensure_weight_tying=True"):
+            read_again(bundle, out)
+
+
+def test_llama_cpp_has_them_untied(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
+    """It looks rows of A up, and takes the tied head's matrix by the embedding's name."""
+    bundle = tiny("llama")
+    adapters = saved_adapter(bundle, rng, tmp_path / "ours", targets=ENDS["llama"])
+    out = written(bundle, tmp_path / "ours", "gguf", tmp_path / "adapter.gguf")
+    found = {tensor.name: np.asarray(tensor.data) for tensor in gguf.GGUFReader(out).tensors}
+    ours = {name: np.array(value) for name, value in adapters.tensors.items()}
+    for name, expected in (
+        ("token_embd.weight.lora_a", ours["model.embed_tokens.lora_a"]),
+        ("token_embd.weight.lora_b", ours["model.embed_tokens.lora_b"].T),
+        ("output.weight.lora_a", ours["lm_head.lora_a"].T),
+        ("output.weight.lora_b", ours["lm_head.lora_b"].T),
+    ):
+        assert np.array_equal(found[name], expected), name
+    tied = tiny("qwen2")
+    saved_adapter(tied, rng, tmp_path / "tied", targets=ENDS["qwen2"])
+    words = ("adapter", tmp_path / "tied", "--bundle", tied.path, "--to", "gguf")
+    refuses(2, "ondevice fuse --format gguf", *words, "-o", tmp_path / "tied.gguf")
+
+
+@pytest.mark.parametrize(
+    ("family", "method"), [("qwen2", "mebp"), pytest.param("llama", "mezo", marks=pytest.mark.slow)]
+)
+def test_a_run_is_killed_resumed_and_evaluated(
+    tiny: Tiny, tmp_path: Path, rng: Rng, family: str, method: str
+) -> None:
+    bundle = tiny(family).path
+    options = {"method": method, "lora_targets": ",".join(ENDS[family]), "grad_accumulation": 2}
+    options |= {"max_grad_norm": 0.5} if method == "mebp" else {}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    succeeds(*train_arguments(bundle, whole, 3, **options))
+    moment = f"step {int(rng.integers(1, 4))}"
+    killed_and_resumed(killed, moment, train_arguments(bundle, killed, 3, **options))
+    assert adapter(whole) == adapter(killed)
+    if method == "mezo":
+        assert json_of("replay", killed)["identical"] is True
+    data = ("--data", "random:1", "--max-seq-length", 24)
+    losses = {json_of("eval", bundle, *data, *more)["loss"] for more in ((), ("--adapter", whole))}
+    assert len(losses) == 2
+
+
+def test_what_cannot_be_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
+    tied, run = tiny("qwen2").path, tmp_path / "run"
+    for options, said in (
+        ({"lora_targets": "lm_head"}, "by which its head multiplies, too"),
+        ({"lora_targets": "embed_tokens", "lora_dropout": 0.1}, "give --lora-dropout 0"),
+        ({"lora_targets": "embed_tokens", "method": "zo-act"}, "is not for zo-act"),
+    ):
+        refuses(2, said, *train_arguments(tied, run, 2, **options))
