@@ -165,7 +165,7 @@ def score(
 
 
 def objective_of(name: str, rows: NumberedRows | None) -> Objective:
-    """The objective that `runtime.config.objectives` lists under a name, for a training on `rows`.
+    """The objective that `runtime.config.methods` lists under a name, for a training on `rows`.
 
     Raises:
         DataError: it cannot be one of these rows.
