@@ -25,6 +25,7 @@ from runtime.machine.onednn import OneDnn
 # no warnings about nan and infinity, as in MLX: the loss shows them
 quiet = np.errstate(invalid="ignore", over="ignore")
 
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 SCRATCH_VALUES = 1 << 15  # of a product before it is added, which stay in a processor's cache
 
 
@@ -339,13 +340,14 @@ class GpuArrays:
         return x.reshape(x.shape[0], groups, -1).sum(axis=-1)
 
     def matmul(self, x: mx.array, w: mx.array, scale: float = 1.0) -> mx.array:
+        x = x.astype(mx.float32)  # and so what it is multiplied by, and the result
         return x @ w if scale == 1 else (x @ w) * scale
 
     def add_matmul(
         self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None
     ) -> mx.array:
         if where is None:
-            return mx.addmm(whole, x, w)
+            return mx.addmm(whole, x.astype(mx.float32), w)
         self.add_to(whole, (slice(None), where), x @ w)
         return whole
 

@@ -1,9 +1,9 @@
-"""Products of values with frozen weights, in float32 by MLX or oneDNN, in bfloat16 by oneDNN.
+"""Products of values with frozen weights, in float32 or bfloat16, by MLX or oneDNN.
 
 The factors are what a product takes: float32 arrays, or the bits of bfloat16 values as NumPy's
 uint16, since NumPy has no such type. Results are float32, and sums of products are taken in
-float32. In bfloat16 both factors are rounded to the nearest, and nothing else; the reference is
-`tests.oracles.bfloat16`.
+float32. In bfloat16 both factors are rounded to the nearest, and nothing else, but that MLX on a GPU
+rounds each product too; the reference is `tests.oracles.bfloat16`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays, view
+from runtime.arrays.arrays import Arrays, GpuArrays, view
 from runtime.arrays.dequantize import FLIP4, FLIP8, HIGH, dequantize, join, split
 from runtime.arrays.weight_source import FloatTile, Tile
 
@@ -27,6 +27,8 @@ class Products(Protocol):
     """The products that kernels need. Columns of weights have an order that only this knows."""
 
     arrays: Arrays
+    packed_dtype: mx.Dtype
+    """The type of factors in products with quantized words."""
 
     def dequantize(self, tile: Tile, bits: int) -> tuple[Factor, ...]:
         """A tile (R, C), without its `shift`, as matrices (R, C') of some of its columns."""
@@ -66,6 +68,8 @@ class Products(Protocol):
 
 class Float32Products:
     """By MLX: a BLAS on a CPU."""
+
+    packed_dtype = mx.float32
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
@@ -114,8 +118,42 @@ class Float32Products:
         return x
 
 
+class GpuBfloat16Products(Float32Products):
+    """By MLX on a GPU, of factors that are rounded. Their sums are added in float32."""
+
+    packed_dtype = mx.bfloat16
+
+    def dequantize(self, tile: Tile, bits: int) -> tuple[mx.array, ...]:
+        if isinstance(tile, FloatTile):
+            return (self.whole(tile.values),)
+        return tuple(map(self.whole, super().dequantize(tile, bits)))
+
+    def split(self, x: mx.array, bits: int) -> tuple[mx.array, ...]:
+        return tuple(map(self.whole, super().split(x, bits)))
+
+    def whole(self, x: mx.array) -> mx.array:
+        return x.astype(mx.bfloat16)
+
+    def by_columns(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
+        return self._sum(x @ w.T, onto)
+
+    def by_rows(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
+        return self._sum(x @ w, onto)
+
+    def _sum(self, product: mx.array, onto: mx.array | None) -> mx.array:
+        return product.astype(mx.float32) if onto is None else onto + product
+
+    def empty(self, rows: int, columns: int, bits: int) -> tuple[mx.array, ...]:
+        return tuple(map(self.whole, super().empty(rows, columns, bits)))
+
+    def rounded(self, x: mx.array) -> mx.array:
+        return x.astype(mx.bfloat16).astype(mx.float32)
+
+
 class OneDnnProducts:
     """By oneDNN. Of 4 bits the even columns come first, then the odd ones, in one matrix."""
+
+    packed_dtype = mx.float32  # which MLX multiplies
 
     def __init__(self, arrays: Arrays, compute_dtype: str) -> None:
         assert arrays.library is not None
@@ -229,7 +267,7 @@ def products_for(compute_dtype: str, arrays: Arrays) -> Products:
     """The products in "float32" or "bfloat16", by oneDNN where the arrays use it."""
     if arrays.library is not None:
         return OneDnnProducts(arrays, compute_dtype)
-    assert compute_dtype == "float32", (
-        "a plan in bfloat16 follows from a machine that multiplies it"
-    )
-    return Float32Products(arrays)
+    if compute_dtype == "float32":
+        return Float32Products(arrays)
+    assert isinstance(arrays, GpuArrays), "a plan in bfloat16 follows from a machine that has it"
+    return GpuBfloat16Products(arrays)

@@ -108,13 +108,14 @@ class ReadyTile:
         """x times the tile as it is packed, or its transpose."""
         tile, matrix = self.packed, self.matrix
         assert tile is not None
-        scales, biases, group_size = tile.scales, tile.biases(matrix.bits), matrix.group_size
+        dtype, group_size = self.products.packed_dtype, matrix.group_size
+        scales, biases = tile.scales.astype(dtype), tile.biases(matrix.bits).astype(dtype)
         if mx.cuda.is_available() and _no_kernel(group_size, scales.shape[1]):
             # contiguous: a single column would be repeated as a view, which no kernel takes
             halves = (mx.contiguous(mx.repeat(one, 2, axis=1)) for one in (scales, biases))
             (scales, biases), group_size = halves, group_size // 2
         return mx.quantized_matmul(
-            x,
+            x.astype(dtype),
             tile.words,
             scales,
             biases,
@@ -166,7 +167,8 @@ class RowSum:
 
     def _add_whole(self, term: mx.array, fade: mx.array | None) -> None:
         if self.whole is not None:
-            term = term + (self.whole if fade is None else self.whole * fade)
+            whole = self.whole.astype(mx.float32)
+            term = term + (whole if fade is None else whole * fade)
         self.whole = term
 
     def _add_shifts(self, x: mx.array, shift: mx.array, fade: mx.array | None) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from runtime.adapters.fused import adapters_in, digest_of, refuse_held
 from runtime.adapters.lora import LoraSettings
 from runtime.adapters.mlx_lm import CONFIG, KIND, PREFIX, WEIGHTS, config_of
-from runtime.arrays.arrays import Arrays, arrays_for
+from runtime.arrays.arrays import DTYPES, Arrays, arrays_for
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Lora
 from runtime.bundle.manifest import Manifest
@@ -33,7 +33,6 @@ from runtime.methods.adapter_reader import AdapterFiles
 from runtime.methods.noise import key_of
 
 Tensors = MutableMapping[str, mx.array]
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
 class Adapters:

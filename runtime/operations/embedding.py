@@ -29,6 +29,10 @@ class Embedding(Operation, frozen=True):
     reversible: ClassVar[bool] = False
 
     @property
+    def only_float32(self) -> str:
+        return "the numbers of tokens, which its layers look up" if self.numbers else ""
+
+    @property
     def results(self) -> tuple[str, ...]:
         return (*self.outputs, self.numbers) if self.numbers else self.outputs
 

@@ -35,6 +35,7 @@ class Linear(Operation, frozen=True):
     frozen: bool = False
 
     runs_once_per_tile: ClassVar[bool] = True
+    any_dtype: ClassVar[bool] = True
 
     @property
     def inputs_read(self) -> tuple[str, ...]:

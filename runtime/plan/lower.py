@@ -164,7 +164,7 @@ def lower(
         manifest.lora.rank,
         sizes.evaluation,
         compute_dtype,
-        sizes.onednn or compute_dtype == "bfloat16",
+        sizes.onednn or (compute_dtype == "bfloat16" and manifest.device == "cpu"),
     )
     return LoweredModel(tuple(blocks), execution, sizes.materialize_blocks, first, context)
 
