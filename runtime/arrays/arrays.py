@@ -47,8 +47,9 @@ def _floats(x: mx.array) -> npt.NDArray[np.float32]:
 class Arrays(Protocol):
     """The operations on arrays that kernels need besides matrix products.
 
-    Where an operation or a block is one evaluation, nothing is evaluated before `finish`, whatever
-    else is said. `library` computes on the memory of arrays, if there is one.
+    Sums have the type of `whole`, and products of few columns that of x, which may be bfloat16 on a
+    GPU. Where an operation or a block is one evaluation, nothing is evaluated before `finish`,
+    whatever else is said. `library` computes on the memory of arrays, if there is one.
     """
 
     @property
@@ -331,7 +332,7 @@ class GpuArrays:
         self.add_to(whole, where, x[of] * factor)
 
     def sum(self, whole: mx.array, part: mx.array) -> mx.array:
-        return whole + part
+        return whole + part.astype(whole.dtype)
 
     def add_groups(self, whole: mx.array, part: mx.array) -> mx.array:
         return whole + mx.repeat(part, whole.shape[1] // part.shape[1], axis=1)
@@ -340,14 +341,14 @@ class GpuArrays:
         return x.reshape(x.shape[0], groups, -1).sum(axis=-1)
 
     def matmul(self, x: mx.array, w: mx.array, scale: float = 1.0) -> mx.array:
-        x = x.astype(mx.float32)  # and so what it is multiplied by, and the result
+        w = w.astype(x.dtype)
         return x @ w if scale == 1 else (x @ w) * scale
 
     def add_matmul(
         self, whole: mx.array, x: mx.array, w: mx.array, where: slice | None = None
     ) -> mx.array:
         if where is None:
-            return mx.addmm(whole, x.astype(mx.float32), w)
+            return mx.addmm(whole, x.astype(whole.dtype), w.astype(whole.dtype))
         self.add_to(whole, (slice(None), where), x @ w)
         return whole
 

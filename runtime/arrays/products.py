@@ -2,8 +2,8 @@
 
 The factors are what a product takes: float32 arrays, or the bits of bfloat16 values as NumPy's
 uint16, since NumPy has no such type. Results are float32, and sums of products are taken in
-float32. In bfloat16 both factors are rounded to the nearest, and nothing else, but that MLX on a GPU
-rounds each product too; the reference is `tests.oracles.bfloat16`.
+float32. In bfloat16 both factors are rounded to the nearest, and nothing else, but that GPUs round
+each product too; the reference is `tests.oracles.bfloat16`.
 """
 
 from __future__ import annotations

@@ -46,8 +46,9 @@ def choose(
                 "--compute-dtype bfloat16 multiplies dequantized tiles; leave out --arithmetic "
                 "packed, or give float32"
             )
-        here = device == "cpu" and load_library is not None
-        library = load_library("--compute-dtype bfloat16") if here else None
+        library = None
+        if device == "cpu" and load_library is not None:
+            library = load_library("--compute-dtype bfloat16")
     except UsageError as problem:
         if asked == "bfloat16":
             raise

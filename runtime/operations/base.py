@@ -138,6 +138,17 @@ def materialized_bytes(matrix: Matrix, compute_dtype: str = "float32") -> int:
     return matrix.rows * matrix.columns * ITEM_BYTES[compute_dtype] + shifts
 
 
+def packed_bytes(matrix: Matrix) -> int:
+    """Bytes of a whole quantized matrix as it is kept packed, in whole pages; 0 in floating point.
+
+    Scales and shifts are float32.
+    """
+    if matrix.is_float:
+        return 0
+    small = (1 if matrix.biases is None else 2) * pages(matrix.groups * F32)
+    return pages(matrix.packed.nbytes) + small
+
+
 def read_bytes(matrix: Matrix) -> int:
     """Bytes of a whole matrix as it is read and multiplied on a GPU, in whole pages.
 

@@ -222,6 +222,7 @@ class LinearKernel:
         operation, products = run.operation(Linear), self.products
         arrays = self.tools.arrays
         source = operation.inputs[0]
+        x: mx.array | None = None  # in float32
         total: mx.array | None = None
         for linear in operation.linears:
             received = values.pop(f"~{linear.output}", None)
@@ -229,17 +230,18 @@ class LinearKernel:
                 continue  # not adapted, and no adapter lies before it
             dy = received.squeeze(0)
             if self.tools.observe is not None:
-                x = values[source].squeeze(0)
-                self.tools.observe(run.block.tensor(linear.name), x, dy)
-                del x
+                seen = values[source].squeeze(0)
+                self.tools.observe(run.block.tensor(linear.name), seen, dy)
+                del seen
             lora = loras.get(linear.name)
             mask = None
             if lora is not None:
-                dy_b = products.through_b(dy, lora)
-                x = values[source].squeeze(0)
+                x = values[source].squeeze(0).astype(mx.float32) if x is None else x
+                wide = dy.astype(mx.float32)
+                dy_b = products.through_b(wide, lora)
                 mask = products.mask(x, lora)
-                pair = products.backward_lora(x, dy, lora, dy_b, mask)
-                del x
+                pair = products.backward_lora(x, wide, lora, dy_b, mask)
+                del wide
                 arrays.settle(pair)
                 accumulate(gradients, {linear.name: pair}, arrays)
                 del pair

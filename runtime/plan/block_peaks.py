@@ -15,7 +15,7 @@ from runtime.arrays.stored import ITEM_BYTES, Block, pages
 from runtime.bundle.manifest import Manifest, block_range
 from runtime.core.stripes import ARENAS
 from runtime.operations.attention import START_BYTES, STARTS
-from runtime.operations.base import Call, Operation, materialized_bytes
+from runtime.operations.base import Call, Operation, materialized_bytes, packed_bytes
 from runtime.operations.program import Instruction, Program
 from runtime.operations.sliced_mlp import MOST_TOKENS
 from runtime.operations.values import F32, bytes_at, gradient_of
@@ -428,7 +428,10 @@ class PeakModel:
 
     def materialized_bytes(self, index: int) -> int:
         """Bytes of a layer's weights as products take them, with the shifts of affine groups."""
-        return self._dequantized_bytes(self.manifest.blocks[index])
+        block = self.manifest.blocks[index]
+        if self.execution.packed:
+            return sum(map(packed_bytes, self.manifest.matrices_of(block)))
+        return self._dequantized_bytes(block)
 
     def _materialized_block(self, lowered: LoweredBlock) -> int:
         """Bytes of the weights that stay dequantized while the block runs."""

@@ -171,13 +171,13 @@ def test_what_is_asked_for_is_taken_or_refused() -> None:
     assert choose("float32", "gpu", True, missing).name == "float32"
     for asked, device, packed, reason in (
         ("bfloat16", "cpu", False, "not here"),
-        ("bfloat16", "gpu", False, "not for GPUs"),
         ("bfloat16", "cpu", True, "leave out --arithmetic packed"),
     ):
         with pytest.raises(UsageError, match=reason):
             choose(asked, device, packed, missing)
         automatic = choose("auto", device, packed, missing)
         assert automatic.name == "float32" and reason in automatic.reason
+    assert choose("bfloat16", "gpu", True, missing).name == "bfloat16"
     assert not Rates(100.0, 110.0).faster and Rates(100.0, 120.0).faster
 
 
