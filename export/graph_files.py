@@ -69,17 +69,22 @@ def write_graphs(
         operation = graph.operation
         lengths = {n for bucket in buckets for n in operation.graph_lengths(bucket, device)}
         functions = {(direction, n) for direction in ("forward", "vjp") for n in lengths}
-        functions |= {(operation.decoding_direction, tokens) for tokens in DECODED_TOKENS}
-        for direction, length in sorted(functions):
-            key = graph_key(operation.graph, direction, length)
-            function = graph.functions[direction]
-            graphs[key] = _write_graph(function, length, folder, f"{GRAPHS}/{key}")
+        decoding = {(operation.decoding_direction, tokens) for tokens in DECODED_TOKENS}
+        for dtype in operation.dtypes(device):
+            for direction, length in sorted(
+                functions | (decoding if dtype == "float32" else set())
+            ):
+                key = graph_key(operation.graph, direction, length, dtype)
+                function, stem = graph.functions[direction], f"{GRAPHS}/{key}"
+                graphs[key] = _write_graph(function, length, dtype, folder, stem)
         progress("graphs", index + 1, len(cut.graphs))
     return graphs
 
 
-def _write_graph(function: TracedFunction, length: int, folder: Path, stem: str) -> Graph:
-    inputs, traced = function.probes(length), function.trace(length)
+def _write_graph(
+    function: TracedFunction, length: int, dtype: str, folder: Path, stem: str
+) -> Graph:
+    inputs, traced = function.probes(length, dtype), function.trace(length, dtype)
     name = f"{stem}.mlxfn"
     path = folder / name
     with storage_errors(path):

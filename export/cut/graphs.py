@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from export.cut.properties import continues, gated_activation, treats_tokens_alike
 from export.cut.trace import Function, Trace, trace
+from runtime.arrays.arrays import DTYPES
 from runtime.core.errors import BundleError
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.values import F32, Shape, T, gradient_of, is_parameter, shape_at, token_axis
@@ -40,14 +41,17 @@ class TracedFunction:
     differentiated: bool = False
     positioned: bool = False
 
-    def probes(self, tokens: int) -> list[mx.array]:
-        """Zeros as its inputs, for so many tokens."""
-        zeros = [mx.zeros(shape_at(shape, tokens)) for shape in self.shapes]
+    def probes(self, tokens: int, dtype: str = "float32") -> list[mx.array]:
+        """Zeros as its inputs, for so many tokens; values are of a type, parameters float32."""
+        zeros = [
+            mx.zeros(shape_at(shape, tokens), DTYPES[dtype if T in shape else "float32"])
+            for shape in self.shapes
+        ]
         return [*zeros, mx.array(0, mx.int32)] if self.positioned else zeros
 
-    def trace(self, tokens: int) -> Trace:
-        """Its trace for so many tokens."""
-        return trace(self.call, self.probes(tokens), self.differentiated)
+    def trace(self, tokens: int, dtype: str = "float32") -> Trace:
+        """Its trace for so many tokens, with values of a type."""
+        return trace(self.call, self.probes(tokens, dtype), self.differentiated)
 
 
 @dataclass(frozen=True)
@@ -155,8 +159,13 @@ def _is_cotangent(key: str) -> bool:
 
 
 def _forward(stage: Stage, keys: Sequence[str]) -> Function:
-    """The stage as a function of these inputs."""
-    return lambda *arrays: stage(dict(zip(keys, arrays, strict=True)), None)
+    """The stage as a function of these inputs, with results of the first one's type."""
+
+    def forward(*arrays: mx.array) -> list[mx.array]:
+        results = stage(dict(zip(keys, arrays, strict=True)), None)
+        return [result.astype(arrays[0].dtype) for result in results]
+
+    return forward
 
 
 def _decode(stage: Stage, keys: Sequence[str]) -> Function:
@@ -207,7 +216,8 @@ class _Pullback:
             tokens = given[cotangent].shape[token_axis(self.shapes[cotangent])]
             for key in self.inputs:
                 if key not in given:
-                    given[key] = mx.zeros(shape_at(self.shapes[key], tokens))
+                    dtype = mx.float32 if is_parameter(key) else given[cotangent].dtype
+                    given[key] = mx.zeros(shape_at(self.shapes[key], tokens), dtype)
             constants = [given[key] for key in self.constants]
             _, gradients = mx.vjp(
                 lambda *primals: self.forward(*primals, *constants),

@@ -73,8 +73,8 @@ def _mlx(probed: dict[str, Any]) -> Finding:
             return Finding("MLX", Status.WARNING, f"{text}, with TF32", way, facts)
         text += ", without TF32"
         if probed["nvidia"]:
-            way = "budgets do not hold on NVIDIA's GPUs: a footprint has none of their memory, and "
-            way += "a plan not all that their libraries take; --device cpu keeps them"
+            way = "budgets count MLX's memory on the card, but not the up to 2 GB that compiling a "
+            way += "kernel takes when it is first met; they hold from the second run on"
             return Finding("MLX", Status.WARNING, text, way, facts)
     return Finding("MLX", Status.OK, text, facts=facts)
 

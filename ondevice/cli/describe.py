@@ -190,6 +190,7 @@ def describe_fit(plan: dict[str, Any]) -> str:
 
 def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
     """A plan as text, for `ondevice plan`; without the blocks for `ondevice train --verbose`."""
+    kept = "dequantized" if plan["arithmetic"] == "unpacked" else "in memory"
     rows = [
         ("process and its libraries", plan["process_bytes"]),
         ("adapters of the current block", plan["adapter_bytes"]),
@@ -206,7 +207,7 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
             plan["kept_bytes"],
         ),
         (
-            f"weights that stay dequantized: {counted(plan['materialized_layers'], 'layer')}",
+            f"weights that stay {kept}: {counted(plan['materialized_layers'], 'layer')}",
             plan["materialized_bytes"],
         ),
         ("predicted peak", plan["predicted_peak_bytes"]),

@@ -23,6 +23,7 @@ from runtime.machine.backend import bounded_run_ahead
 # no warnings about nan and infinity, as in MLX: the loss shows them
 quiet = np.errstate(invalid="ignore", over="ignore")
 
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 SCRATCH_VALUES = 1 << 15  # of a product before it is added, which stay in a processor's cache
 
 
@@ -34,8 +35,8 @@ def view(x: mx.array) -> npt.NDArray[np.float32]:
 class Arrays(Protocol):
     """The operations on arrays that kernels need besides matrix products.
 
-    Where an operation or a block is one evaluation, nothing is evaluated before `finish`, whatever
-    else is said.
+    Sums have the type of `whole`, which may be bfloat16 on a GPU. Where an operation or a block is
+    one evaluation, nothing is evaluated before `finish`, whatever else is said.
     """
 
     def codes(self, words: mx.array, bits: int) -> mx.array:
@@ -267,7 +268,7 @@ class GpuArrays:
         self.add_to(whole, where, x[of] * factor)
 
     def sum(self, whole: mx.array, part: mx.array) -> mx.array:
-        return whole + part
+        return whole + part.astype(whole.dtype)
 
     def add_groups(self, whole: mx.array, part: mx.array) -> mx.array:
         return whole + mx.repeat(part, whole.shape[1] // part.shape[1], axis=1)

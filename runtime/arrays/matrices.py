@@ -90,12 +90,20 @@ class Matrices:
             self.profile.settle(ready.values)
         return ready
 
-    def materialize(self, chosen: Iterable[Matrix]) -> None:
-        """Dequantize whole matrices for the rest of the run.
+    def materialize(self, chosen: Iterable[Matrix], at_once: int = 0) -> None:
+        """Dequantize whole matrices for the rest of the run; or keep them as they are multiplied.
 
         The memory of all of them is allocated first, so that it lies together. Allocated one by
         one they would lie between the holes of freed arrays, into which later tiles do not fit.
+        `at_once` are the rows of a tile, if they are not the matrix's own.
         """
+        if self.packed:
+            for matrix in chosen:
+                for start, stop in self.ranges(matrix, at_once):
+                    if not matrix.is_float:
+                        tile = self._ready(matrix, start, stop, self.by_columns(matrix))
+                        self.materialized[matrix.packed.offset, start, stop] = tile
+            return
         places = [(matrix, *part) for matrix in chosen for part in self.ranges(matrix)]
         empty = [ReadyTile.empty(*self._shape(*place), self.products) for place in places]
         for (matrix, start, stop), tile in zip(places, empty, strict=True):
@@ -106,10 +114,10 @@ class Matrices:
         """Whether tiles of a matrix have all rows, and a range of columns."""
         return matrix.packed.offset in self.tile_columns
 
-    def ranges(self, matrix: Matrix) -> Iterator[tuple[int, int]]:
+    def ranges(self, matrix: Matrix, at_once: int = 0) -> Iterator[tuple[int, int]]:
         """The rows of each tile, or the columns, in order."""
         offset = matrix.packed.offset
-        count, step = matrix.rows, self.tile_rows[offset]
+        count, step = matrix.rows, at_once or self.tile_rows[offset]
         if self.by_columns(matrix):
             count, step = matrix.columns, self.tile_columns[offset]
         for start in range(0, count, step):

@@ -1,9 +1,9 @@
-"""Products of values with frozen weights, in float32 by MLX, in bfloat16 by oneDNN.
+"""Products of values with frozen weights, in float32 or bfloat16, by MLX or oneDNN.
 
-The factors are what a product takes: float32 arrays of MLX, or the bits of bfloat16 values as
+The factors are what a product takes: arrays of MLX, or for oneDNN the bits of bfloat16 values as
 NumPy's uint16, since NumPy has no such type. Results are float32, and sums of products are taken in
-float32. In bfloat16 both factors are rounded to the nearest, and nothing else; the reference is
-`tests.oracles.bfloat16`.
+float32. In bfloat16 both factors are rounded to the nearest, and nothing else, but that GPUs round
+each product too; the reference is `tests.oracles.bfloat16`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays, view
+from runtime.arrays.arrays import Arrays, GpuArrays, view
 from runtime.arrays.dequantize import ABSORBED, codes, dequantize
 from runtime.arrays.weight_source import FloatTile, Tile
 from runtime.machine.onednn import OneDnn
@@ -28,6 +28,8 @@ class Products(Protocol):
     """The products that kernels need."""
 
     arrays: Arrays
+    packed_dtype: mx.Dtype
+    """The type of factors in products with quantized words."""
 
     def dequantize(self, tile: Tile, bits: int) -> Factor:
         """A tile (R, C), without its `shift`."""
@@ -53,6 +55,8 @@ class Products(Protocol):
 
 class Float32Products:
     """By MLX: a BLAS on a CPU."""
+
+    packed_dtype = mx.float32
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
@@ -81,8 +85,39 @@ class Float32Products:
         return x
 
 
-class Bfloat16Products:
-    """By oneDNN."""
+class GpuBfloat16Products(Float32Products):
+    """By MLX on a GPU, of factors that are rounded. Their sums are added in float32."""
+
+    packed_dtype = mx.bfloat16
+
+    def dequantize(self, tile: Tile, bits: int) -> mx.array:
+        if isinstance(tile, FloatTile):
+            return self.factor(tile.values)
+        return self.factor(super().dequantize(tile, bits))
+
+    def factor(self, x: mx.array) -> mx.array:
+        return x.astype(mx.bfloat16)
+
+    def by_columns(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
+        return self._sum(x @ w.T, onto)
+
+    def by_rows(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
+        return self._sum(x @ w, onto)
+
+    def _sum(self, product: mx.array, onto: mx.array | None) -> mx.array:
+        return product.astype(mx.float32) if onto is None else onto + product
+
+    def empty(self, rows: int, columns: int) -> mx.array:
+        return self.factor(super().empty(rows, columns))
+
+    def rounded(self, x: mx.array) -> mx.array:
+        return x.astype(mx.bfloat16).astype(mx.float32)
+
+
+class OneDnnProducts:
+    """In bfloat16 by oneDNN."""
+
+    packed_dtype = mx.float32  # which MLX multiplies
 
     def __init__(self, arrays: Arrays, library: OneDnn) -> None:
         self.arrays, self.library = arrays, library
@@ -133,8 +168,10 @@ class Bfloat16Products:
 
 
 def products_for(compute_dtype: str, arrays: Arrays, library: OneDnn | None) -> Products:
-    """The products in "float32", or in "bfloat16" by the library."""
+    """The products in "float32" or "bfloat16", by the library where there is one."""
+    if library is not None:
+        return OneDnnProducts(arrays, library)
     if compute_dtype == "float32":
         return Float32Products(arrays)
-    assert library is not None, "a plan in bfloat16 follows from a machine that multiplies it"
-    return Bfloat16Products(arrays, library)
+    assert isinstance(arrays, GpuArrays), "a plan in bfloat16 follows from a machine that has it"
+    return GpuBfloat16Products(arrays)

@@ -93,13 +93,14 @@ class ReadyTile:
         """x times the tile as it is packed, or its transpose."""
         tile, matrix = self.packed, self.matrix
         assert tile is not None
-        scales, biases, group_size = tile.scales, tile.biases(matrix.bits), matrix.group_size
+        dtype, group_size = self.products.packed_dtype, matrix.group_size
+        scales, biases = tile.scales.astype(dtype), tile.biases(matrix.bits).astype(dtype)
         if mx.cuda.is_available() and _no_kernel(group_size, scales.shape[1]):
             # contiguous: a single column would be repeated as a view, which no kernel takes
             halves = (mx.contiguous(mx.repeat(one, 2, axis=1)) for one in (scales, biases))
             (scales, biases), group_size = halves, group_size // 2
         return mx.quantized_matmul(
-            x,
+            x.astype(dtype),
             tile.words,
             scales,
             biases,
@@ -135,7 +136,7 @@ class RowSum:
             total = total * fade
         if tile.packed is not None:
             term = tile.quantized(given.x, transpose=False)
-            self.total = term if total is None else term + total
+            self.total = term if total is None else term + total.astype(mx.float32)
         else:
             self.total = tile.products.by_rows(given.factor, tile.values, total)
         del total

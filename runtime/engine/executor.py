@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import mlx.core as mx
+
 from runtime.arrays.arrays import Arrays
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Block
@@ -28,12 +30,13 @@ class Executor:
     kernels: dict[type[Operation], Kernel]
     arrays: Arrays
     profile: Profile
+    dtype: mx.Dtype = mx.float32  # of values; kernels that take no other are given float32
 
     @classmethod
     def of(cls, tools: Tools) -> Executor:
         """An executor with the kernels of the table."""
         kernels = {operation: make(tools) for operation, make in KERNELS.items()}
-        return cls(kernels, tools.arrays, tools.profile)
+        return cls(kernels, tools.arrays, tools.profile, tools.dtype)
 
     def forward(
         self,
@@ -73,26 +76,56 @@ class Executor:
         kernel = self.kernels[type(operation)]
         with self.profile.span(f"{operation.label} forward"):
             if operation.runs_once_per_tile:
-                kernel.forward(run, lanes, loras)
+                self._compute(run, kernel, lanes, loras)
             for index, values in enumerate(lanes):
                 if not operation.runs_once_per_tile:
-                    kernel.forward(run, [values], loras[index : index + 1])
+                    self._compute(run, kernel, [values], loras[index : index + 1])
                 for name in run.instruction.frees:
                     values.pop(name, None)
             if run.instruction.evaluates:
                 self.arrays.finish(lanes)
 
+    def _compute(
+        self, run: Run, kernel: Kernel, lanes: list[Values], loras: Sequence[Loras]
+    ) -> None:
+        operation = run.instruction.operation
+        given = [self._widened(operation, values, operation.activations) for values in lanes]
+        kernel.forward(run, lanes, loras)
+        for values, short in zip(lanes, given, strict=True):
+            values.update(short)
+            self._round(values, run.instruction.wanted)
+
+    def _widened(self, operation: Operation, values: Values, names: Sequence[str]) -> Values:
+        """Replace values by float32 ones where the kernel takes no others; returns the old ones."""
+        if self.dtype == mx.float32 or operation.any_dtype:
+            return {}
+        short = {name: values[name] for name in names if name in values}
+        values.update({name: value.astype(mx.float32) for name, value in short.items()})
+        return short
+
+    def _round(self, values: Values, names: Sequence[str]) -> None:
+        """Round results to the type of values."""
+        if self.dtype != mx.float32:
+            rounded = {name: values[name].astype(self.dtype) for name in names}
+            values.update(rounded)
+            self.arrays.settle(rounded)
+
     def _backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> None:
         instruction = run.instruction
         operation = instruction.operation
         with self.profile.span(f"{operation.label} backward"):
+            read = (*operation.activations, *operation.results)
+            read += tuple(map(gradient_of, operation.results))
+            short = self._widened(operation, values, read)
             returned = self.kernels[type(operation)].backward(run, values, loras, gradients)
+            values.update({name: value for name, value in short.items() if name in values})
+            del short
             for name, same in zip(instruction.wanted, instruction.same, strict=True):
                 gradient = returned.pop(name)
                 before = values.pop(gradient_of(name), None)
                 if before is not None:
                     gradient = values[same] if same else before + gradient
-                values[gradient_of(name)] = gradient
+                values[gradient_of(name)] = gradient.astype(self.dtype)
                 del gradient, before
             del returned
             self.arrays.evaluate([values[gradient_of(name)] for name in instruction.wanted])

@@ -8,9 +8,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from runtime.arrays.arrays import DTYPES
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError
 from runtime.core.files import private_copy, read_file, reading_errors
+from runtime.operations.values import dtype_of
 
 
 class Graphs:
@@ -26,14 +28,14 @@ class Graphs:
         Raises:
             BundleError: the file cannot be loaded, or differs from its entry in the manifest.
         """
-        graph = self.bundle.manifest.graphs[key]
+        graph, dtype = self.bundle.manifest.graphs[key], DTYPES[dtype_of(key)]
         function = self._open(key)
         try:
             results = tuple(function(*arguments))
         except (RuntimeError, ValueError) as problem:
             raise BundleError(f"{graph.file} does not take its inputs: {problem}") from None
         shapes = tuple(tuple(result.shape) for result in results)
-        if shapes != graph.outputs or any(result.dtype != mx.float32 for result in results):
+        if shapes != graph.outputs or any(result.dtype != dtype for result in results):
             raise BundleError(f"{graph.file} returns {shapes}, the manifest says {graph.outputs}")
         return results
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -94,6 +94,13 @@ class Model:
     @property
     def arrays(self) -> Arrays:
         return self.matrices.arrays
+
+    @cached_property
+    def _exact(self) -> Matrices:
+        """The matrices for a head, whose logits a GPU would round to bfloat16."""
+        if self.tools.dtype == mx.float32:
+            return self.matrices
+        return replace(self.matrices, other_products=None)
 
     @cached_property
     def tools(self) -> Tools:
@@ -325,6 +332,7 @@ class Model:
         values: Values = {self._lowered[block].program.input: x}
         (whole,) = self._forward(block, [values], [{} if loras is None else loras])
         h = mx.take(whole.squeeze(0), _indices(scored), axis=0)  # so that the rest can go
+        h = h.astype(mx.float32)  # as the head takes it
         mx.eval(h)
         return h
 
@@ -337,7 +345,7 @@ class Model:
         loras: Sequence[Loras] = (),
     ) -> list[HeadResult]:
         """Losses of hidden states h (N, D) against targets (N,), in one pass for all lanes."""
-        kernel = HeadKernel(self.matrices, self.lowered.execution.chunk_rows)
+        kernel = HeadKernel(self._exact, self.lowered.execution.chunk_rows)
         with self.profile.span("head"):
             loras = loras or [{}] * len(hs)
             moves = [move_of(of_lane) for of_lane in loras]
@@ -387,7 +395,7 @@ class Model:
         block = self.blocks[-1]
         lowered = self._lowered[block]
         program = lowered.program
-        whole = mx.zeros((1, self.bucket, dh.shape[-1]))
+        whole = mx.zeros((1, self.bucket, dh.shape[-1]), self.tools.dtype)
         whole[0, _indices(scored)] = dh
         values: Values = {program.input: x, gradient_of(program.output): whole}
         del x, whole

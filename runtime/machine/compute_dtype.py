@@ -1,4 +1,7 @@
-"""The type of products with frozen weights: as asked, or bfloat16 where it is faster here."""
+"""The type of products with frozen weights: as asked, or bfloat16 where it is faster here.
+
+On a GPU it is the type of hidden values too.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from runtime.machine.onednn import OPTION, OneDnn, share_cores
 FASTER = 1.15  # times the rate of float32, from which on `auto` takes bfloat16
 TOKENS, COLUMNS, ROWS = 256, 896, 256  # of a product that is measured: one slice of a small model
 REPEATS = 9
+GPU_ROWS, TOGETHER = 4864, 4  # of a product on a GPU, and how many are measured at once
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ def choose(
 ) -> ComputeDtype:
     """The type for "float32", "bfloat16" or "auto", which takes bfloat16 where it is faster.
 
-    Without a way to load the library, as for another machine, it is taken to be there.
+    Without a way to load the library, as for another machine, it is taken to be there. A GPU needs
+    none.
 
     Raises:
         UsageError: bfloat16 was asked for, and is not available.
@@ -36,24 +41,21 @@ def choose(
     if asked == "float32":
         return ComputeDtype("float32", "as is usual")
     try:
-        if device == "gpu":
-            raise UsageError(
-                f"{OPTION} is built for processors, not for GPUs, whose values and graphs are "
-                "float32; give float32"
-            )
-        if packed:
+        if packed and device == "cpu":
             raise UsageError(
                 f"{OPTION} multiplies dequantized tiles; leave out --arithmetic packed, or give "
                 "float32"
             )
-        library = None if load_library is None else load_library()
+        library = None
+        if device == "cpu" and load_library is not None:
+            library = load_library()
     except UsageError as problem:
         if asked == "bfloat16":
             raise
         return ComputeDtype("float32", str(problem).removeprefix("--compute-dtype "))
-    if asked == "bfloat16" or library is None:
+    if asked == "bfloat16" or load_library is None:
         return ComputeDtype("bfloat16", "as asked")
-    rates = measure(library)
+    rates = measure_gpu() if library is None else measure(library)
     text = f"{rates.bfloat16:.0f} GFLOP/s in bfloat16, {rates.float32:.0f} in float32"
     return ComputeDtype("bfloat16" if rates.faster else "float32", text)
 
@@ -92,3 +94,28 @@ def _rate(multiply: Callable[[], None]) -> float:
         multiply()
         seconds.append(time.perf_counter() - began)
     return 2e-9 * TOKENS * COLUMNS * ROWS / min(seconds)
+
+
+def measure_gpu() -> Rates:
+    """The rates of a GPU's products with packed weights, forward and backward, here and now."""
+    import mlx.core as mx
+
+    rates = []
+    with mx.stream(mx.gpu):
+        packed, *others = mx.quantize(mx.ones((GPU_ROWS, COLUMNS)), group_size=64, bits=4)
+        for dtype in (mx.float32, mx.bfloat16):
+            x, y = (mx.ones((TOKENS, width), dtype) for width in (COLUMNS, GPU_ROWS))
+            scales, biases = (one.astype(dtype) for one in others)
+            mx.eval(x, y, packed, scales, biases)
+            seconds = []
+            for _ in range(REPEATS):
+                began = time.perf_counter()
+                products = [
+                    mx.quantized_matmul(given, packed, scales, biases, transpose=given is x)
+                    for given in (x, y) * TOGETHER
+                ]
+                mx.eval(products)  # together, since a GPU is waited for
+                seconds.append(time.perf_counter() - began)
+            rates.append(4e-9 * TOGETHER * TOKENS * COLUMNS * GPU_ROWS / min(seconds))
+    mx.clear_cache()
+    return Rates(*rates)

@@ -2,8 +2,9 @@
 
 Footprint is the memory that the process owns: on Linux `RssAnon + RssShmem` of
 `/proc/self/status`, on Apple systems the kernel's `phys_footprint`. Pages of mapped files that
-can be dropped (the weights of a bundle, a token file) are not in it. A sampled peak can miss a
-spike shorter than the interval, so the kernel's own peak is carried beside it.
+can be dropped (the weights of a bundle, a token file) are not in it. Where a graphics card has
+memory of its own, what MLX holds there counts too. A sampled peak can miss a spike shorter than the
+interval, so the kernel's own peak is carried beside it.
 
 The Darwin half is written from Apple's public headers (`mach/task_info.h`,
 `sys/resource.h`, `libproc.h`); it is tested against a library with their structures, but has not
@@ -40,12 +41,25 @@ class Footprint:
     peak_rss_bytes: int
 
 
+_besides: list[Callable[[], int]] = []
+
+
+def count_besides(read: Callable[[], int]) -> None:
+    """Count bytes that the system knows nothing of too, such as those of a graphics card."""
+    if read not in _besides:
+        _besides.append(read)
+
+
 def read_footprint() -> Footprint:
     """The footprint of this process now.
 
     Raises OnDeviceError if the system offers no such figure.
     """
-    return _reader()()
+    own = _reader()()
+    more = sum(read() for read in _besides)
+    if not more:
+        return own
+    return Footprint(own.footprint_bytes + more, own.rss_bytes + more, own.peak_rss_bytes + more)
 
 
 def mapped_bytes() -> int:

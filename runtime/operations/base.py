@@ -57,7 +57,7 @@ class Execution:
     matrices of which an expert at a time is taken. `chunk_rows` says how many rows of the
     vocabulary the head takes at once, `attention_block` how many queries attention takes at once.
     `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
-    floating point are multiplied a tile at a time, on every device. Other products are computed in
+    floating point are multiplied a tile at a time, on every device. Products are computed in
     `compute_dtype`, "float32" or "bfloat16"; with `in_place` one row is multiplied by the packed
     weights where they lie in the map.
     """
@@ -76,6 +76,16 @@ class Execution:
     evaluation: Evaluation = "part"
     compute_dtype: str = "float32"
     in_place: bool = False
+
+    @property
+    def value_dtype(self) -> str:
+        """The type of a program's values: on a GPU that of products, which else round copies."""
+        return self.compute_dtype if self.tables.device == "gpu" else "float32"
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a program's value, for each of its numbers."""
+        return ITEM_BYTES[self.value_dtype]
 
     @property
     def factor_bytes(self) -> int:
@@ -99,6 +109,8 @@ class Execution:
         """
         values = min(values, matrix.rows * matrix.columns)
         ready = self.tile_bytes(matrix, values)
+        if self.value_bytes < F32 and not self.packed:  # by way of float32, which heads multiply
+            ready += values * F32
         if matrix.is_float:
             dtype = matrix.packed.dtype
             if dtype == self.compute_dtype:
@@ -141,6 +153,17 @@ def materialized_bytes(matrix: Matrix, compute_dtype: str = "float32") -> int:
     return matrix.rows * matrix.columns * ITEM_BYTES[compute_dtype] + shifts
 
 
+def packed_bytes(matrix: Matrix) -> int:
+    """Bytes of a whole quantized matrix as it is kept packed, in whole pages; 0 in floating point.
+
+    Scales and shifts are float32.
+    """
+    if matrix.is_float:
+        return 0
+    small = (1 if matrix.biases is None else 2) * pages(matrix.groups * F32)
+    return pages(matrix.packed.nbytes) + small
+
+
 def read_bytes(matrix: Matrix) -> int:
     """Bytes of a whole matrix as it is read and multiplied on a GPU, in whole pages.
 
@@ -167,6 +190,7 @@ class Call:
     tensor: maps the name of a tensor within the block to its full name.
     dropped: the matrices, relative to the block, whose adapters drop values of their input.
     observed: whether all of a matrix's inputs are looked at.
+    item_bytes: of a number in the values as the operation's kernel takes them.
     """
 
     backward: bool
@@ -177,10 +201,11 @@ class Call:
     tensor: Callable[[str], str]
     dropped: frozenset[str] = frozenset()
     observed: bool = False
+    item_bytes: int = F32
 
     def bytes_of(self, name: str) -> int:
         """The bytes of a value for the tokens of this call."""
-        return bytes_at(self.values[name], self.tokens)
+        return bytes_at(self.values[name], self.tokens, self.item_bytes)
 
 
 class Operation(
@@ -208,6 +233,8 @@ class Operation(
     """Whether what it keeps while it decodes tells what preceded any of the last tokens."""
     cheap: ClassVar[bool] = False
     """Whether recomputing its results where they are read costs next to nothing."""
+    any_dtype: ClassVar[bool] = False
+    """Whether its kernel takes values of bfloat16; others are given copies in float32."""
 
     @property
     def experts(self) -> int:
@@ -221,6 +248,11 @@ class Operation(
     def chosen_by_tokens(self) -> bool:
         """Whether tokens choose which parts of its matrices are read."""
         return self.experts > 0
+
+    @property
+    def only_float32(self) -> str:
+        """What in its values bfloat16 cannot hold; empty if nothing."""
+        return ""
 
     @property
     def label(self) -> str:
@@ -346,6 +378,14 @@ class Operation(
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """The bytes that it needs while it runs, besides the values that it reads and computes."""
         raise NotImplementedError
+
+    def widened(self, backward: bool) -> tuple[str, ...]:
+        """The values, and their gradients, of which float32 copies exist if they are bfloat16.
+
+        A kernel that takes any type makes some of them itself.
+        """
+        names = (*self.activations, *self.results)
+        return names * 2 if backward else names
 
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
         """The bytes that it allocates besides its results, where nothing is freed before the end.

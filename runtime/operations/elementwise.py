@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import ClassVar, Literal
 
-from runtime.arrays.stored import pages
+from runtime.arrays.stored import Graph, pages
 from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
 from runtime.operations.gated import Gated
 from runtime.operations.placed import Placed
 from runtime.operations.values import (
     DECODED_TOKENS,
-    F32,
     Shape,
     T,
+    dtype_of,
     graph_key,
     is_parameter,
     shape_at,
@@ -52,6 +53,7 @@ class Elementwise(Function, frozen=True):
 
     takes_parameters: ClassVar[bool] = True
     cheap: ClassVar[bool] = True
+    any_dtype: ClassVar[bool] = True
 
     def graph_tokens(self, bucket: int, one_evaluation: bool = False) -> int:
         """The number of tokens that a graph takes at a sequence bucket.
@@ -60,6 +62,11 @@ class Elementwise(Function, frozen=True):
         operation is one evaluation.
         """
         return token_tile_unit(bucket) if self.tokenwise and not one_evaluation else bucket
+
+    @staticmethod
+    def dtypes(device: str) -> tuple[str, ...]:
+        """The types of values that there are graphs for."""
+        return ("float32", "bfloat16") if device == "gpu" else ("float32",)
 
     def graph_lengths(self, bucket: int, device: str) -> set[int]:
         """The numbers of tokens that its graphs for a sequence bucket are traced at."""
@@ -97,18 +104,31 @@ class Elementwise(Function, frozen=True):
         directions = ("forward", "vjp") if backward else ("forward",)
         return tuple(graph_key(self.graph, direction, tokens) for direction in directions)
 
+    def widened(self, backward: bool) -> tuple[str, ...]:
+        return ()  # its graphs are of every type
+
+    def _graph(self, direction: str, tokens: int, execution: Execution) -> Graph | None:
+        """The graph of values of the execution's type; that of float32 takes no less memory.
+
+        A plan for a GPU may be made where graphs are for a CPU only.
+        """
+        graphs = execution.tables.graphs
+        of_type = graph_key(self.graph, direction, tokens, execution.value_dtype)
+        return graphs.get(of_type) or graphs.get(graph_key(self.graph, direction, tokens))
+
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """The graph's workspace, and its unwanted results; all results if it runs tile by tile."""
         tokens = self.graph_tokens(execution.bucket)
         direction = "vjp" if call.backward else "forward"
-        graph = execution.tables.graphs[graph_key(self.graph, direction, tokens)]
+        graph = self._graph(direction, tokens, execution)
+        assert graph is not None
         made = self.vjp_outputs if call.backward else self.outputs
         same = self.vjp_same if call.backward else ("",) * len(made)
         held = {
             shared or name for name, shared in zip(made, same, strict=True) if name in call.wanted
         }
         results = sum(
-            math.prod(shape) * F32
+            math.prod(shape) * call.item_bytes
             for name, shared, shape in zip(made, same, graph.outputs, strict=True)
             if not shared and (tokens < call.tokens or name not in held)
         )
@@ -120,11 +140,11 @@ class Elementwise(Function, frozen=True):
         Where there are graphs for tiles only, as on a CPU, those of all tiles.
         """
         direction = "vjp" if call.backward else "forward"
-        graphs, tile = execution.tables.graphs, self.graph_tokens(call.tokens)
-        graph, count = graphs.get(graph_key(self.graph, direction, call.tokens)), 1
+        graph, count = self._graph(direction, call.tokens, execution), 1
         if graph is None:
-            graph, count = graphs[graph_key(self.graph, direction, tile)], call.tokens // tile
-        assert graph.allocated_bytes is not None  # the planner has asked
+            tile = self.graph_tokens(call.tokens)
+            graph, count = self._graph(direction, tile, execution), call.tokens // tile
+        assert graph is not None and graph.allocated_bytes is not None  # the planner has asked
         made = self.vjp_outputs if call.backward else self.outputs
         unwanted = sum(pages(call.bytes_of(name)) for name in made if name not in call.wanted)
         return graph.allocated_bytes * count + unwanted
@@ -178,10 +198,15 @@ class Elementwise(Function, frozen=True):
             )
 
         def check_graph(
-            direction: str, tokens: int, inputs: tuple[tuple[int, ...], ...], outputs: Sequence[str]
+            direction: str,
+            tokens: int,
+            inputs: tuple[tuple[int, ...], ...],
+            outputs: Sequence[str],
+            dtype: str = "float32",
         ) -> None:
-            graph = tables.graphs.get(graph_key(self.graph, direction, tokens))
-            require(graph is not None, f"{where}: no {direction} graph for {tokens} tokens")
+            graph = tables.graphs.get(graph_key(self.graph, direction, tokens, dtype))
+            lacking = f"{where}: no {direction} graph for {tokens} tokens in {dtype}"
+            require(graph is not None, lacking)
             assert graph is not None
             for expected, shapes_there in (
                 (inputs, graph.inputs),
@@ -190,9 +215,11 @@ class Elementwise(Function, frozen=True):
                 require(shapes_there == expected, f"{where}: signature {shapes_there}")
 
         lengths = [self.graph_lengths(bucket, tables.device) for bucket in tables.buckets]
-        for tokens in sorted(set[int]().union(*lengths)):
-            check_graph("forward", tokens, shapes(self.inputs, tokens), self.outputs)
-            check_graph("vjp", tokens, shapes(self.vjp_inputs, tokens), self.vjp_outputs)
+        dtypes = {"float32", *map(dtype_of, tables.graphs)}  # of older bundles float32 only
+        each = product(sorted(set[int]().union(*lengths)), sorted(dtypes))
+        for tokens, dtype in each:
+            check_graph("forward", tokens, shapes(self.inputs, tokens), self.outputs, dtype)
+            check_graph("vjp", tokens, shapes(self.vjp_inputs, tokens), self.vjp_outputs, dtype)
         for tokens in DECODED_TOKENS:
             inputs = shapes(self.inputs, tokens)
             check_graph(

@@ -39,8 +39,8 @@ class ElementwiseKernel:
         operation = run.operation(Elementwise)
         for name in operation.outputs:  # an output that nothing used has no gradient yet
             if gradient_of(name) not in values:
-                zeros = mx.zeros(shape_at(run.program.values[name], run.tokens))
-                values[gradient_of(name)] = zeros
+                shape = shape_at(run.program.values[name], run.tokens)
+                values[gradient_of(name)] = mx.zeros(shape, self.tools.dtype)
         arguments = [self._argument(run, name, values, loras) for name in operation.vjp_inputs]
         wanted = run.instruction.wanted
         return self.results(operation, run.program, "vjp", arguments, wanted, run.tokens)
@@ -68,7 +68,7 @@ class ElementwiseKernel:
         made = operation.outputs if forward else operation.vjp_outputs
         execution = self.tools.execution
         graph_tokens = operation.graph_tokens(execution.bucket, execution.one_evaluation)
-        key = graph_key(operation.graph, direction, graph_tokens)
+        key = graph_key(operation.graph, direction, graph_tokens, execution.value_dtype)
         if graph_tokens == tokens:
             results = dict(zip(made, self.tools.graphs.call(key, arguments), strict=True))
             results = {name: results[name] for name in wanted}
@@ -82,7 +82,8 @@ class ElementwiseKernel:
         own = dict.fromkeys(
             array_name for array_name in holder.values() if not array_name.startswith("~")
         )
-        wholes = {name: mx.zeros(shape_at(program.values[name], tokens)) for name in own}
+        shapes = {name: shape_at(program.values[name], tokens) for name in own}
+        wholes = {name: mx.zeros(shape, self.tools.dtype) for name, shape in shapes.items()}
         self.tools.arrays.settle(wholes)
         for start in range(0, tokens, graph_tokens):
             tile = slice(start, start + graph_tokens)

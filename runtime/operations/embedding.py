@@ -34,6 +34,10 @@ class Embedding(Operation, frozen=True):
         return self.outputs if self.matrix in adapted else ()
 
     @property
+    def only_float32(self) -> str:
+        return "the numbers of tokens, which its layers look up" if self.numbers else ""
+
+    @property
     def results(self) -> tuple[str, ...]:
         return (*self.outputs, self.numbers) if self.numbers else self.outputs
 

@@ -22,6 +22,7 @@ from runtime.operations.sliced_mlp import MOST_TOKENS, tile_most
 from runtime.operations.values import F32, Shape, T
 
 LEAST_TOKENS = 64  # at once, if there are so many: for fewer, dequantizing takes most of the time
+MOST_NUMBERED = 256  # whose numbers bfloat16 has, every one
 ROUTE_BYTES = 64  # of an expert of a token: its number, its place among all, and what sorts them
 
 
@@ -42,6 +43,10 @@ class Experts(Function, frozen=True):
     activation: Activation
 
     runs_once_per_tile: ClassVar[bool] = True
+
+    @property
+    def only_float32(self) -> str:
+        return f"the numbers of {self.count} experts" if self.count > MOST_NUMBERED else ""
 
     @property
     def experts(self) -> int:

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import mlx.core as mx
 
-from runtime.arrays.arrays import Arrays
+from runtime.arrays.arrays import DTYPES, Arrays
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Block, Matrix
@@ -52,6 +52,11 @@ class Tools:
     execution: Execution
     profile: Profile
     observe: Observe | None = None
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type of a program's values."""
+        return DTYPES[self.execution.value_dtype]
 
     def vector(self, name: str, loras: Loras) -> mx.array:
         """A norm weight or bias, float32, as a batch lane sees it."""

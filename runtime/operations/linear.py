@@ -35,6 +35,7 @@ class Linear(Operation, frozen=True):
     frozen: bool = False
 
     runs_once_per_tile: ClassVar[bool] = True
+    any_dtype: ClassVar[bool] = True
 
     @property
     def inputs_read(self) -> tuple[str, ...]:
@@ -60,6 +61,10 @@ class Linear(Operation, frozen=True):
 
     def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return self.matrices(tensor)
+
+    def widened(self, backward: bool) -> tuple[str, ...]:
+        """Of gradients of adapters, which are products of the input and of the output's."""
+        return (*self.inputs, *self.results) if backward else ()
 
     def learned_results(self, adapted: frozenset[str]) -> tuple[str, ...]:
         return tuple(linear.output for linear in self.linears if linear.name in adapted)
@@ -169,12 +174,12 @@ def _allocated(linear: Product, call: Call, execution: Execution) -> int:
 
     Besides the weights, forward: the product before the adapter's part is added, and a copy of an
     input that is not contiguous. Backward: the same of dx and dy, and the sum of several dx. Either
-    way the products with A and B, both in float32, and what a GPU holds where it splits a product
-    to compute its parts side by side.
+    way the products with A and B, both in float32 and as they are multiplied, and what a GPU holds
+    where it splits a product to compute its parts side by side.
     """
     matrix = execution.tables.matrices[call.tensor(linear.name)]
-    inputs = pages(call.tokens * matrix.columns * F32)
-    outputs = pages(call.tokens * matrix.rows * F32)
+    inputs = pages(call.tokens * matrix.columns * call.item_bytes)
+    outputs = pages(call.tokens * matrix.rows * call.item_bytes)
     ranks = pages(call.tokens * execution.rank * F32)
     a, b = (pages(n * execution.rank * F32) for n in (matrix.columns, matrix.rows))
     lane = 4 * ranks + 2 * (a + b)

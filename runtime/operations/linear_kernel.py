@@ -60,7 +60,7 @@ class LoraProducts:
                     lora.observer(x)
                 given = self.dropped(x, self.mask(x, lora))
                 through_a = self.through_a(given, lora)
-                y = mx.addmm(y, through_a, lora.b)
+                y = mx.addmm(y, through_a.astype(y.dtype), lora.b.astype(y.dtype))
                 del given
             self.matrices.arrays.settle(y)
             results.append(y)
@@ -114,7 +114,7 @@ class LoraProducts:
 
     def through_a(self, x: mx.array, lora: Lora) -> mx.array:
         """s (x A) (T, r) for x (T, C)."""
-        return (x @ lora.a) * lora.scale
+        return (x @ lora.a.astype(x.dtype)) * lora.scale
 
     def through_b(self, dy: mx.array, lora: Lora) -> mx.array:
         """s (dy B^T) (T, r) for dy (T, R), which dA and dx both use."""
@@ -153,7 +153,7 @@ class LoraProducts:
     ) -> mx.array:
         """dx with the adapter's part added, which follows from `through_b`."""
         if mask is None:
-            return mx.addmm(dx, dy_b, lora.a.T)
+            return mx.addmm(dx, dy_b.astype(dx.dtype), lora.a.T.astype(dx.dtype))
         return dx + mask(dy_b @ lora.a.T)
 
     def backward_lora(
@@ -223,6 +223,7 @@ class LinearKernel:
         operation, products = run.operation(Linear), self.products
         arrays = self.tools.arrays
         source = operation.inputs[0]
+        x: mx.array | None = None  # in float32
         total: mx.array | None = None
         for linear in operation.linears:
             received = values.pop(f"~{linear.output}", None)
@@ -230,17 +231,18 @@ class LinearKernel:
                 continue  # not adapted, and no adapter lies before it
             dy = received.squeeze(0)
             if self.tools.observe is not None:
-                x = values[source].squeeze(0)
-                self.tools.observe(run.block.tensor(linear.name), x, dy)
-                del x
+                seen = values[source].squeeze(0)
+                self.tools.observe(run.block.tensor(linear.name), seen, dy)
+                del seen
             lora = loras.get(linear.name)
             mask = None
             if lora is not None:
-                dy_b = products.through_b(dy, lora)
-                x = values[source].squeeze(0)
+                x = values[source].squeeze(0).astype(mx.float32) if x is None else x
+                wide = dy.astype(mx.float32)
+                dy_b = products.through_b(wide, lora)
                 mask = products.mask(x, lora)
-                pair = products.backward_lora(x, dy, lora, dy_b, mask)
-                del x
+                pair = products.backward_lora(x, wide, lora, dy_b, mask)
+                del wide
                 arrays.settle(pair)
                 accumulate(gradients, {linear.name: pair}, arrays)
                 del pair

@@ -12,7 +12,7 @@ CHUNK_TOKENS = 16  # of a prompt, which are decoded at once
 DECODED_TOKENS = (1, CHUNK_TOKENS)  # which graphs for decoding take
 POSITION = "@position"  # of the first token decoded, an int32 (no program can name a value so)
 COUNT = "@count"  # of the tokens decoded that are no padding, an int32
-F32 = 4  # bytes of a float32, which every value of a program is made of
+F32 = 4  # bytes of a float32
 
 
 def shape_at(shape: Shape, tokens: int) -> tuple[int, ...]:
@@ -20,9 +20,9 @@ def shape_at(shape: Shape, tokens: int) -> tuple[int, ...]:
     return tuple(tokens if dim == T else int(dim) for dim in shape)
 
 
-def bytes_at(shape: Shape, tokens: int) -> int:
-    """The bytes of a float32 value of this shape, with T replaced by a number of tokens."""
-    return math.prod(shape_at(shape, tokens)) * F32
+def bytes_at(shape: Shape, tokens: int, item_bytes: int = F32) -> int:
+    """The bytes of a value of this shape, with T replaced by a number of tokens."""
+    return math.prod(shape_at(shape, tokens)) * item_bytes
 
 
 def token_tile_unit(bucket: int) -> int:
@@ -35,9 +35,15 @@ def token_tile_unit(bucket: int) -> int:
     return unit if unit >= LEAST_TILE_TOKENS else bucket
 
 
-def graph_key(graph: str, direction: str, tokens: int) -> str:
+def graph_key(graph: str, direction: str, tokens: int, dtype: str = "float32") -> str:
     """The key of a serialized function: `direction` is "forward", "vjp" or "decode"."""
-    return f"{graph}.{direction}.{tokens}"
+    named = graph if dtype == "float32" else f"{graph}.{dtype}"
+    return f"{named}.{direction}.{tokens}"
+
+
+def dtype_of(key: str) -> str:
+    """The type of values of the serialized function of this key."""
+    return "bfloat16" if ".bfloat16." in key else "float32"
 
 
 def token_axis(shape: Shape) -> int:

@@ -7,7 +7,7 @@ operation needs while it runs (`runtime.operations`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from runtime.arrays.stored import ITEM_BYTES, Block, pages
 from runtime.bundle.manifest import Manifest, block_range
 from runtime.core.stripes import ARENAS
 from runtime.operations.attention import START_BYTES, STARTS
-from runtime.operations.base import Call, materialized_bytes
+from runtime.operations.base import Call, Operation, materialized_bytes, packed_bytes
 from runtime.operations.program import Instruction, Program
 from runtime.operations.sliced_mlp import MOST_TOKENS
 from runtime.operations.values import F32, bytes_at, gradient_of
@@ -301,7 +301,7 @@ class PeakModel:
         """Bytes of the forward values that a layer keeps for its backward, for all rows."""
         lowered = self.lowered.blocks[index]
         bucket = self.lowered.bucket
-        call = Call(False, (), 1, bucket, lowered.program.values, lowered.block.tensor)
+        call = self._plain(lowered, lowered.program, 1, bucket)
         sizes = _statistic_bytes(lowered.program, call)
         kept = sum(sizes[name] if name in sizes else call.bytes_of(name) for name in lowered.kept)
         return self.demand.rows * kept
@@ -354,8 +354,7 @@ class PeakModel:
         if self.execution.one_evaluation:
             return self._allocated(lowered, program, schedule, alive, lanes, tokens)
         held = _Held()
-        plain = Call(False, (), lanes, tokens, program.values, lowered.block.tensor)
-        size = _sizes(program, plain)
+        size = _sizes(program, self._plain(lowered, program, lanes, tokens))
         held.take({name: (size(name), "") for name in alive})
         peak = 0
         for instruction in schedule:
@@ -389,7 +388,7 @@ class PeakModel:
 
         A GPU keeps what a command buffer reads, and begins buffer after buffer without waiting.
         """
-        size = _sizes(program, Call(False, (), lanes, tokens, program.values, lowered.block.tensor))
+        size = _sizes(program, self._plain(lowered, program, lanes, tokens))
         known = set(alive)
         total = lanes * sum(pages(size(name)) for name in known)
         peak = total
@@ -405,6 +404,7 @@ class PeakModel:
                 made += {gradient_of(name) for name in operation.results} - known
                 known.update(gradients)
             work = operation.allocated_bytes(call, self.execution)
+            work += sum(map(pages, self._widened(operation, call))) * call.lanes
             results = sum(pages(size(name)) for name in made)
             total += lanes * results + (work if together else lanes * work)
             peak = max(peak, total)
@@ -414,6 +414,17 @@ class PeakModel:
             if instruction.evaluates:
                 total = lanes * sum(pages(size(name)) for name in known)
         return peak
+
+    def _plain(self, lowered: LoweredBlock, program: Program, lanes: int, tokens: int) -> Call:
+        """A call for the sizes of values."""
+        size = self.execution.value_bytes
+        return Call(False, (), lanes, tokens, program.values, lowered.block.tensor, item_bytes=size)
+
+    def _widened(self, operation: Operation, call: Call) -> Iterator[int]:
+        """Bytes of each float32 copy that an operation takes or makes of one lane's values."""
+        if self.execution.value_bytes < F32:
+            for name in operation.widened(call.backward):
+                yield bytes_at(call.values[name], call.tokens)
 
     def _call(
         self,
@@ -434,6 +445,7 @@ class PeakModel:
             tensor,
             dropped,
             self.demand.observes_inputs,
+            self.execution.value_bytes if instruction.operation.any_dtype else F32,
         )
 
     def _working_bytes(
@@ -445,14 +457,22 @@ class PeakModel:
         tokens: int,
     ) -> int:
         """Bytes that an instruction needs besides its inputs and results."""
-        call = self._call(lowered, program, instruction, lanes, tokens)
-        return instruction.operation.working_bytes(call, self.execution)
+        call, operation = (
+            self._call(lowered, program, instruction, lanes, tokens),
+            instruction.operation,
+        )
+        copies = lanes if operation.runs_once_per_tile else 1
+        widened = sum(self._widened(operation, call)) * copies
+        return operation.working_bytes(call, self.execution) + widened
 
     # Weights.
 
     def materialized_bytes(self, index: int) -> int:
         """Bytes of a layer's weights as products take them, with the shifts of affine groups."""
-        return self._dequantized_bytes(self.manifest.blocks[index])
+        block = self.manifest.blocks[index]
+        if self.execution.packed:
+            return sum(map(packed_bytes, self.manifest.matrices_of(block)))
+        return self._dequantized_bytes(block)
 
     def _materialized_block(self, lowered: LoweredBlock) -> int:
         """Bytes of the weights that stay dequantized while the block runs."""
@@ -580,7 +600,7 @@ def _sizes(program: Program, call: Call) -> Callable[[str], int]:
             return statistics[name]
         if name == STARTS:
             return call.tokens * START_BYTES
-        return bytes_at(program.values[name.removeprefix("~")], call.tokens)
+        return call.bytes_of(name.removeprefix("~"))
 
     return size
 

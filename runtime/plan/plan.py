@@ -360,8 +360,9 @@ class Planner:
         """A new plan that keeps activations and dequantized weights of as many layers as `plan`."""
         layers = len(self.manifest.layers)
         kept = min(plan.kept_layers, layers) if demand.backward else 0
-        materialized = 0 if self.machine.packed else min(plan.materialized_layers, layers)
-        head = plan.materialized_head and request.context > 0 and materialized == layers
+        materialized = min(plan.materialized_layers, layers) if self._loads_weights else 0
+        passed = request.context > 0 or self.machine.packed
+        head = plan.materialized_head and passed and materialized == layers
         return self._with(request, demand, level, made, kept, materialized, head)
 
     def model(self, request: Request, demand: Demand, sizes: Sizes) -> PeakModel:
@@ -376,6 +377,11 @@ class Planner:
             )
             self._lowered = (key, lowered)
         return PeakModel(self.manifest, self._lowered[1], demand)
+
+    @property
+    def _loads_weights(self) -> bool:
+        """Whether weights can stay in memory as products take them: on a GPU also packed ones."""
+        return not self.machine.packed or self.machine.device == "gpu"
 
     def _process_bytes(self, request: Request, model: PeakModel) -> int:
         """Bytes of the process with its BLAS, opened graphs and prefetch thread."""
@@ -465,13 +471,14 @@ class Planner:
         materialized = materialized_bytes = 0
         spare -= kept_bytes
         head = False
-        if not (self.machine.packed or sizes.in_place):
+        if self._loads_weights and not sizes.in_place:
             for index in layers:
                 more = materialized_bytes + model.materialized_bytes(index)
                 if more > spare:
                     break
                 materialized, materialized_bytes = materialized + 1, more
-            if request.context and materialized == len(layers):  # each token passes over the head
+            # each token passes over the head, and each step on a GPU
+            if (request.context or self.machine.packed) and materialized == len(layers):
                 more = materialized_bytes + model.materialized_bytes(len(layers) + 1)
                 head = more <= spare
         return self._with(request, demand, sizes, plan, kept, materialized, head)

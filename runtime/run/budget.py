@@ -163,6 +163,23 @@ def training_machine(config: StepConfig, bundle: Bundle) -> Machine:
     return machine_for(bundle, config.arithmetic, config.compute_dtype)
 
 
+def for_values(machine: Machine, manifest: Manifest, asked: str) -> Machine:
+    """The machine with float32, if "auto" was asked for, where bfloat16 holds not all values.
+
+    Raises:
+        UsageError: bfloat16 was asked for.
+    """
+    types = manifest.block_types.values()
+    reasons = [each.only_float32 for one in types for each in one.operations]
+    reason = next(filter(None, reasons), "")
+    if not reason or machine.device == "cpu" or machine.compute_dtype == "float32":
+        return machine
+    lacking = f"bfloat16 does not hold {reason}, which go from layer to layer on a GPU"
+    if asked == "bfloat16":
+        raise UsageError(f"--compute-dtype bfloat16: {lacking}; give float32, or --device cpu")
+    return msgspec.structs.replace(machine, compute_dtype="float32", compute_reason=lacking)
+
+
 def reason_to_replan(
     plan: Plan, made: Plan, manifest: Manifest, machine: Machine, wanted: Wanted
 ) -> str:

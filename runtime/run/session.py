@@ -69,13 +69,16 @@ class Session:
         return self._at(tokens)
 
     def materialize(self) -> None:
-        """Dequantize the layers that the plan keeps dequantized, and the head's matrix."""
-        manifest = self.bundle.manifest
-        blocks = [*manifest.layers[: self.plan.materialized_layers]]
-        if self.plan.materialized_head:
-            blocks.append(manifest.blocks[-1])
-        chosen = [matrix for block in blocks for matrix in manifest.matrices_of(block)]
-        self._at(self.plan.bucket).matrices.materialize(chosen)
+        """Load the weights that the plan keeps in memory: of layers, and the head's matrix."""
+        manifest, plan = self.bundle.manifest, self.plan
+        layers, head = manifest.layers[: plan.materialized_layers], manifest.blocks[-1]
+        chosen = [matrix for block in layers for matrix in manifest.matrices_of(block)]
+        if plan.materialized_head and plan.context:
+            chosen += manifest.matrices_of(head)
+        matrices = self._at(plan.bucket).matrices
+        matrices.materialize(chosen)
+        if plan.materialized_head and not plan.context:
+            matrices.materialize(manifest.matrices_of(head), plan.chunk_rows)
 
 
 def open_verified(path: str) -> Bundle:

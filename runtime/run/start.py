@@ -21,6 +21,7 @@ from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine, read_machine
 from runtime.plan.plan import Plan
 from runtime.run.budget import (
+    for_values,
     make_plan,
     training,
     training_machine,
@@ -71,6 +72,7 @@ def _plan(
     if config.compute_dtype == "bfloat16" and machine.compute_dtype == "float32":  # not this one
         dtype = choose("bfloat16", machine.device, machine.packed, None)
         machine = msgspec.structs.replace(machine, compute_dtype=dtype.name)
+    machine = for_values(machine, bundle.manifest, config.compute_dtype)
     if config.compute_dtype == "auto":
         note(f"products in {machine.compute_dtype}: {machine.compute_reason}")
     return make_plan(bundle.manifest, machine, training(config, bundle.manifest, workers))

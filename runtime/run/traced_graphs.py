@@ -31,13 +31,14 @@ from runtime.core.version import __version__
 from runtime.data.limits import Limits
 from runtime.data.process import run_module
 from runtime.machine.backend import automatic_device, mlx_version
+from runtime.operations.elementwise import Elementwise
+from runtime.operations.values import dtype_of
 
 # by its name, because this process must not load model classes
 TRACING_PROCESS = "ondevice.cli.tracing_process"
 TRACING_S = 600  # of the CPU; a model of 4B takes 2 s for each sequence bucket
 # of address space, where 0.5 GiB is usual; a GPU's driver reserves far more of it than it uses
 TRACING_BYTES = {"cpu": 4 << 30, "gpu": 1 << 40}
-DTYPE = "float32"  # of the arrays that graphs take and return
 
 
 def with_graphs(bundle: Bundle, device: str = "auto", note: Note = silent) -> Bundle:
@@ -58,7 +59,8 @@ def with_graphs(bundle: Bundle, device: str = "auto", note: Note = silent) -> Bu
     manifest = bundle.manifest
     here = choose_device(device, manifest)
     fitting = (manifest.mlx_version, manifest.device) == (mlx_version(), here)
-    if fitting and are_trusted(manifest):
+    complete = set(map(dtype_of, manifest.graphs)) == set(Elementwise.dtypes(here))
+    if fitting and complete and are_trusted(manifest):
         return replace(bundle, graphs_path=bundle.path)
     return _traced(bundle, here, note)
 
@@ -158,7 +160,8 @@ def _key(manifest: Manifest, device: str, library: str) -> str:
     """The name of the folder of a model's graphs: equal for all bundles of that model."""
     own = f"{__version__}, format {VERSION}"
     versions = {"mlx": mlx_version(), "mlx_lm": library, "ondevice": own}
-    model = (manifest.family, manifest.config, manifest.buckets, DTYPE, device, versions)
+    dtypes = ",".join(Elementwise.dtypes(device))  # of the arrays that graphs take and return
+    model = (manifest.family, manifest.config, manifest.buckets, dtypes, device, versions)
     return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
 

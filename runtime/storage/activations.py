@@ -18,11 +18,14 @@ from runtime.storage.scratch import drop_pages, map_scratch
 
 
 class Activations:
-    """`slots` checkpoints for each of `rows` rows, of at most `shape` (1, T, D) float32."""
+    """`slots` checkpoints for each of `rows` rows, of at most `shape` (1, T, D).
+
+    They are float32 or, in half of their place, bfloat16.
+    """
 
     def __init__(self, folder: Path, slots: int, rows: int, shape: tuple[int, ...]) -> None:
         self.rows = rows
-        self._shapes: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._stored: dict[tuple[int, int], tuple[tuple[int, ...], mx.Dtype]] = {}
         self._values = int(np.prod(shape))
         self._stride = -(-self._values * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
         self._map = map_scratch(folder, "activations", self._stride * slots * rows)
@@ -35,17 +38,23 @@ class Activations:
         offset = self._offset(slot, row)
         if value.size > self._values:
             raise ValueError(f"{value.shape} does not fit a slot of {self._values} values")
-        self._shapes[slot, row] = value.shape
-        view = np.frombuffer(self._map, np.float32, value.size, offset)
-        view[:] = np.array(value, copy=False).reshape(-1)
+        self._stored[slot, row] = value.shape, value.dtype
+        short = value.dtype == mx.bfloat16  # which NumPy does not have
+        view = np.frombuffer(self._map, np.uint16 if short else np.float32, value.size, offset)
+        words = value.view(mx.uint16) if short else value
+        view[:] = np.array(words, copy=False).reshape(-1)
         drop_pages(self._map, offset, self._stride)
 
     def get(self, slot: int, row: int) -> mx.array:
         """The array last stored there."""
         offset = self._offset(slot, row)
-        shape = self._shapes[slot, row]
-        view = np.frombuffer(self._map, np.float32, int(np.prod(shape)), offset)
+        shape, dtype = self._stored[slot, row]
+        short = dtype == mx.bfloat16
+        view = np.frombuffer(
+            self._map, np.uint16 if short else np.float32, math.prod(shape), offset
+        )
         value = mx.array(view).reshape(shape)
+        value = value.view(dtype) if short else value
         drop_pages(self._map, offset, self._stride)
         return value
 

@@ -215,12 +215,12 @@ def test_a_gpu_that_rounds_to_tf32_is_warned_of(monkeypatch: pytest.MonkeyPatch)
     assert "unset MLX_ENABLE_TF32" in rounding.way
 
 
-def test_budgets_do_not_hold_on_nvidia_s_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_runs_pass_budgets_on_nvidia_s_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = probed(900.0, device="gpu", gpu="NVIDIA H200", nvidia=True)
     monkeypatch.setattr(doctor, "ondevice", lambda *words, module: gpu)
     found = computing()[0]
     assert found.status is Status.WARNING and "NVIDIA H200" in found.text
-    assert "budgets do not hold" in found.way and "--device cpu" in found.way
+    assert "compiling a kernel" in found.way and "from the second run on" in found.way
 
 
 @pytest.mark.parametrize(("version", "status"), [("13.6", Status.BROKEN), ("14.1", Status.OK)])

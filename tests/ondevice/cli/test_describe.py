@@ -38,4 +38,5 @@ def test_a_plan_says_how_weights_are_multiplied(tiny: Tiny, machine: Machine, we
     plan = plan_of(tiny("qwen2", "bfloat16").manifest, task_of(32), PLENTY, machine)
     told = describe_plan(plan.to_json())
     assert f"tiles: {weights.format(plan.tile_values)}, " in told
-    assert f"weights that stay dequantized: {plan.materialized_layers} layers" in told
+    kept = "dequantized" if machine is LINUX else "in memory"
+    assert f"weights that stay {kept}: {plan.materialized_layers} layers" in told

@@ -21,7 +21,7 @@ from runtime.arrays.dequantize import dequantize
 from runtime.arrays.products import Bfloat16Products, Products, products_for
 from runtime.arrays.weight_source import FloatTile, QuantizedTile, Tile
 from runtime.core.errors import UsageError
-from runtime.machine import onednn
+from runtime.machine import compute_dtype, onednn
 from runtime.machine.compute_dtype import Rates, choose
 from runtime.machine.onednn import SHAPES, OneDnn
 
@@ -160,14 +160,35 @@ def test_what_is_asked_for_is_taken_or_refused() -> None:
     assert choose("float32", "gpu", True, missing).name == "float32"
     for asked, device, packed, reason in (
         ("bfloat16", "cpu", False, "not here"),
-        ("bfloat16", "gpu", False, "not for GPUs"),
         ("bfloat16", "cpu", True, "leave out --arithmetic packed"),
     ):
         with pytest.raises(UsageError, match=reason):
             choose(asked, device, packed, missing)
         automatic = choose("auto", device, packed, missing)
         assert automatic.name == "float32" and reason in automatic.reason
+    assert choose("bfloat16", "gpu", True, missing).name == "bfloat16"
     assert not Rates(100.0, 110.0).faster and Rates(100.0, 120.0).faster
+
+
+def test_automatic_on_a_gpu_is_what_is_faster_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands in for it; packed products of each type are measured."""
+    monkeypatch.setattr(mx, "gpu", mx.cpu)
+    for name, value in {"TOKENS": 2, "GPU_ROWS": 64, "REPEATS": 2}.items():
+        monkeypatch.setattr(compute_dtype, name, value)
+    types: list[mx.Dtype] = []
+    multiply = mx.quantized_matmul
+
+    def seen(x: mx.array, *rest: mx.array, **how: bool) -> mx.array:
+        types.append(x.dtype)
+        return multiply(x, *rest, **how)
+
+    monkeypatch.setattr(mx, "quantized_matmul", seen)
+    rates = compute_dtype.measure_gpu()
+    assert set(types) == {mx.float32, mx.bfloat16} and rates.float32 > 0 < rates.bfloat16
+    for fast, name in ((200.0, "bfloat16"), (110.0, "float32")):
+        monkeypatch.setattr(compute_dtype, "measure_gpu", lambda fast=fast: Rates(100.0, fast))
+        chosen = choose("auto", "gpu", True, lambda why: pytest.fail("a GPU needs no library"))
+        assert chosen.name == name and f"{fast:.0f} GFLOP/s in bfloat16" in chosen.reason
 
 
 def test_a_processor_without_bfloat16_and_a_missing_library_are_refused(

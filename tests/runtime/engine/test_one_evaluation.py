@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
+from support.gpu_products import with_gpu_products
 from support.layouts import STORED, WITH_EXPERTS
 from support.lengths import pairs
 from support.lora import with_lora
@@ -42,9 +43,11 @@ from runtime.methods.mebp import StepDropout
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.operations.elementwise import Elementwise
+from runtime.operations.values import dtype_of
 from runtime.plan.lower import Sizes
 from runtime.plan.plan import Plan
-from runtime.plan.sizes import BLOCK, OPERATIONS
+from runtime.plan.sizes import BLOCK, LEVELS, OPERATIONS
 from runtime.run import session
 from runtime.run.session import Session, open_session
 from runtime.storage.activations import Activations
@@ -58,24 +61,31 @@ MODES = [
     (0, "block"),
     (2, "block"),
 ]  # layers that are kept, and what is evaluated
+WITHIN_ROUNDING = 2.0**-3  # 32 times that of bfloat16; MLX rounds weights by 2**-8 too
 PASSES = (
     "embed", "forward_lanes", "forward_keeping", "hidden", "losses", "head_backward", "backward"
 )  # fmt: skip
-Traced = Callable[[Bundle], Bundle]
+Traced = Callable[..., Bundle]
 
 
 @pytest.fixture(scope="module")
 def placed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
-    """placed(bundle): the bundle with graphs traced for a GPU; without one they run on the CPU."""
-    known: dict[Path, Bundle] = {}
+    """placed(bundle): the bundle with graphs traced for a GPU; without one they run on the CPU.
 
-    def trace(bundle: Bundle) -> Bundle:
-        if bundle.path not in known:
+    With `both`, those of bfloat16 too.
+    """
+    known: dict[tuple[Path, bool], Bundle] = {}
+
+    def trace(bundle: Bundle, both: bool = False) -> Bundle:
+        if (bundle.path, both) not in known:
             folder = tmp_path_factory.mktemp("traced")
-            trace_graphs(bundle.manifest, "gpu", folder)
+            with pytest.MonkeyPatch.context() as patch:
+                if not both:
+                    patch.setattr(Elementwise, "dtypes", lambda self, device: ("float32",))
+                trace_graphs(bundle.manifest, "gpu", folder)
             manifest = read_traced(folder).put_into(bundle.manifest)
-            known[bundle.path] = replace(bundle, manifest=manifest, graphs_path=folder)
-        return known[bundle.path]
+            known[bundle.path, both] = replace(bundle, manifest=manifest, graphs_path=folder)
+        return known[bundle.path, both]
 
     with pytest.MonkeyPatch.context() as patch:
         if mx.is_available(mx.gpu):
@@ -241,13 +251,74 @@ def test_mezo_steps_are_the_cpus(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("family", "evaluation"), [("qwen2", "operation"), ("qwen2", "part"), ("gemma3", "block")]
+)
+def test_in_bfloat16_gradients_lie_within_rounding_of_float64(
+    tiny: Tiny,
+    placed: Traced,
+    rng: Rng,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    evaluations: Evaluations,
+    family: str,
+    evaluation: str,
+) -> None:
+    """They are float32; values and what is stored between blocks are bfloat16."""
+    with_gpu_products(monkeypatch)
+    bundle = placed(tiny(family, "mixed", seq_lens=LENGTHS), both=True)
+    bucket, kept = min(LENGTHS), 2 if evaluation == "block" else 0
+    sizes = LEVELS[-1] if evaluation == "part" else small(rng, evaluation)
+    machine = msgspec.structs.replace(MAC, compute_dtype="bfloat16")
+    plan = predicted(bundle.manifest, task_of(bucket, "mebp"), sizes, PLENTY, 1, machine)
+    model = open_session(bundle, plan).model(bucket)
+    adapters, row = adapters_of(bundle, rng), row_of(bundle, rng, bucket)
+    mx.eval(adapters.tensors)
+    stored: set[mx.Dtype] = set()
+    put = Activations.put
+
+    def seen(self: Activations, slot: int, number: int, value: mx.array) -> None:
+        stored.add(value.dtype)
+        put(self, slot, number, value)
+
+    monkeypatch.setattr(Activations, "put", seen)
+    found: dict[str, mx.array] = {}
+
+    def run() -> None:
+        loss, gradients = mebp(model, adapters, [row], tmp_path, kept)
+        found.update(gradients, loss=mx.array(loss.loss_sum / len(row.targets)))
+
+    peak, most = peak_of(plan, run)
+    print(evaluations, peak, most)
+    assert evaluation == "part" or (evaluations.most <= MOST and peak <= most + plan.kept_bytes)
+    assert stored == {mx.bfloat16}
+    assert {value.dtype for value in found.values()} == {mx.float32}
+    mx.set_default_device(mx.cpu)
+    dense = reference.in_double(reference.dense_model(bundle, adapters))
+    expected_loss, expected = reference.gradients(dense, [(row.tokens, row.scored)])
+    assert float(found.pop("loss")) == pytest.approx(expected_loss, rel=1e-2)
+    print(
+        "WORST",
+        max(reference.relative_error(found[k], v) for k, v in expected.items() if v.any()),
+        float(mx.array(0)),
+    )
+    agree(found, expected, WITHIN_ROUNDING)
+
+
 def test_graphs_for_a_gpu_are_there_for_tiles_and_for_whole_buckets(
     tiny: Tiny, placed: Traced
 ) -> None:
+    """And for values of both types."""
     plain = tiny("qwen2", seq_lens=LENGTHS).manifest
-    graphs = placed(tiny("qwen2", seq_lens=LENGTHS)).manifest.graphs
-    longer = {key.rpartition(".")[2] for key in set(graphs) - set(plain.graphs)}
+    graphs = placed(tiny("qwen2", seq_lens=LENGTHS), both=True).manifest.graphs
+    short = {key for key in graphs if dtype_of(key) == "bfloat16"}
+    longer = {key.rpartition(".")[2] for key in set(graphs) - set(plain.graphs) - short}
     assert set(plain.graphs) < set(graphs) and longer == set(map(str, LENGTHS))
+    named = {key.replace(".bfloat16", "") for key in short}
+    assert named == {key for key in set(graphs) - short if int(key.rpartition(".")[2]) > 16}
+    with pytest.raises(BundleError, match="no vjp graph for 96 tokens in bfloat16"):
+        fewer = {key: graph for key, graph in graphs.items() if key != max(short)}
+        check_manifest(msgspec.structs.replace(plain, device="gpu", graphs=fewer))
     with pytest.raises(BundleError, match="no forward graph for 96 tokens"):
         check_manifest(msgspec.structs.replace(plain, device="gpu"))
 

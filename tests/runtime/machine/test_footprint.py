@@ -64,6 +64,21 @@ def test_a_forked_child_reads_its_own_footprint() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_memory_of_a_graphics_card_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_besides", [])
+    monkeypatch.setattr(memory, "_reader", lambda: lambda: Footprint(1000, 2000, 3000))
+    held = [0]
+
+    def on_the_card() -> int:
+        return held[0]
+
+    for _ in range(2):
+        memory.count_besides(on_the_card)
+    assert read_footprint() == Footprint(1000, 2000, 3000)
+    held[0] = 70
+    assert read_footprint() == Footprint(1070, 2070, 3070)
+
+
 def test_the_peak_is_kept_after_the_memory_is_gone_until_it_is_reset() -> None:
     with Meter(interval_s=0.001) as meter:
         before = meter.now_bytes

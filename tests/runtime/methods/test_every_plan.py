@@ -62,7 +62,8 @@ def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:
         chunk_rows=int(rng.integers(1, bundle.manifest.vocab_size + 9)),
         lanes=int(rng.integers(2, MOST_LANES + 1) if method == "mezo" else rng.integers(1, 4)),
         kept_layers=int(rng.integers(layers + 1)) if method == "mebp" else 0,
-        materialized_layers=0 if machine.packed else int(rng.integers(layers + 1)),
+        materialized_layers=int(rng.integers(layers + 1)),
+        materialized_head=machine.packed and bool(rng.random() < 0.5),
     )
 
 

@@ -97,12 +97,14 @@ def test_a_plan_for_a_mac_is_made_here(
     plan = plan_of(tiny("gemma3").manifest, task, 300_000_000, MAC)
     assert plan.arithmetic == "packed"
     assert plan.cache_bytes > 0 and plan.slack_bytes == ARRAYS * PAGE
-    assert plan.materialized_layers == plan.materialized_bytes == 0
+    assert plan.materialized_layers == len(tiny("gemma3").manifest.layers)  # packed
+    assert plan.materialized_head and plan.materialized_bytes > 0
     assert plan.process_bytes >= MAC.process_bytes
     assert plan.tile_values == LEVELS[0].tile_values  # a CPU's tiles stay in its caches
     assert plan.predicted_peak_bytes == (
         plan.process_bytes + plan.adapter_bytes + plan.gradient_bytes
         + plan.live_bytes + plan.slack_bytes + plan.cache_bytes + plan.kept_bytes
+        + plan.materialized_bytes
     )  # fmt: skip
     plan_of(tiny("gemma3").manifest, task, plan.minimum_bytes, MAC)
     with pytest.raises(BudgetError):

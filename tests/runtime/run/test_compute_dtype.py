@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 from support.bfloat16 import require_onednn, with_rounded_products
 from support.bundles import Tiny
-from support.plans import LINUX, plan_of, predicted, task_of
+from support.plans import LINUX, MAC, plan_of, predicted, task_of
 from support.runs import (
     adapter,
     here,
@@ -25,8 +25,10 @@ from support.runs import (
     train_arguments,
 )
 
+from runtime.core.errors import UsageError
 from runtime.plan.plan import PRODUCTS_BYTES
 from runtime.plan.sizes import LEVELS
+from runtime.run.budget import for_values
 
 HALF = "bfloat16"
 
@@ -102,6 +104,19 @@ def test_weights_that_move_are_not_rounded(tiny: Tiny, tmp_path: Path, rounded: 
     given = {"method": "mezo", "trainable": "full", "compute_dtype": HALF}
     said = "less than bfloat16 resolves; give float32"
     refuses(2, said, *train_arguments(bundle, tmp_path / "run", 1, **given))
+
+
+def test_values_that_bfloat16_does_not_hold_stay_float32_on_a_gpu(tiny: Tiny) -> None:
+    """The numbers of tokens, which Gemma 4's layers look up."""
+    half = replace(MAC, compute_dtype=HALF)
+    manifest = tiny("gemma4").manifest
+    with pytest.raises(UsageError, match="does not hold the numbers of tokens"):
+        for_values(half, manifest, HALF)
+    automatic = for_values(half, manifest, "auto")
+    assert automatic.compute_dtype == "float32" and "numbers of tokens" in automatic.compute_reason
+    assert for_values(half, tiny("qwen2").manifest, HALF) == half
+    linux = replace(LINUX, compute_dtype=HALF)
+    assert for_values(linux, manifest, HALF) == linux
 
 
 def test_a_plan_counts_tiles_of_half_the_size_and_the_library(tiny: Tiny) -> None:
