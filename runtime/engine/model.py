@@ -69,7 +69,8 @@ class Model:
     @cached_property
     def matrices(self) -> Matrices:
         manifest, execution = self.bundle.manifest, self.lowered.execution
-        library = load_onednn() if execution.compute_dtype == "bfloat16" else None
+        by_onednn = execution.compute_dtype == "bfloat16" and manifest.device == "cpu"
+        library = load_onednn() if by_onednn else None
         if self.in_place is not None and self.bucket == 1:
             arrays = arrays_for("gpu", one_evaluation=True)
         else:

@@ -107,10 +107,10 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
     the weights that stay dequantized before anything else is allocated.
     """
     use_device(bundle.manifest.device)
-    rounds = plan.compute_dtype == "bfloat16"
-    if rounds:
+    by_onednn = plan.compute_dtype == "bfloat16" and bundle.manifest.device == "cpu"
+    if by_onednn:
         load_onednn()
-    share_cores(rounds)
+    share_cores(by_onednn)
     live_bytes = max(0, plan.active_bytes - plan.value_bytes)
     limit_memory(bundle.manifest.device, live_bytes, plan.cache_bytes)
     mx.clear_cache()

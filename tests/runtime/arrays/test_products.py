@@ -18,7 +18,7 @@ from support.models import adapters_of, mebp, model_of, rows_of
 
 from runtime.arrays.arrays import CpuArrays, GpuArrays
 from runtime.arrays.dequantize import dequantize
-from runtime.arrays.products import Bfloat16Products, Products, products_for
+from runtime.arrays.products import OneDnnProducts, Products, products_for
 from runtime.arrays.weight_source import FloatTile, QuantizedTile, Tile
 from runtime.core.errors import UsageError
 from runtime.machine import compute_dtype, onednn
@@ -67,7 +67,7 @@ TILES: dict[str, tuple[int, Callable[[Rng], Tile]]] = {
 @pytest.mark.parametrize("kind", TILES)
 def test_products_are_those_of_the_same_factors(library: OneDnn, rng: Rng, kind: str) -> None:
     bits, draw = TILES[kind]
-    tile, ours = draw(rng), Bfloat16Products(CpuArrays(), library)
+    tile, ours = draw(rng), OneDnnProducts(CpuArrays(), library)
     rows, width = ours.dequantize(tile, bits).shape
     tokens = int(rng.integers(1, 60))
     x, dy = random(rng, tokens, width), random(rng, tokens, rows)
@@ -96,7 +96,7 @@ def test_values_are_codes_times_scales_on_every_device(rng: Rng, kind: str) -> N
 
 
 def test_rounding_is_to_the_nearest_with_ties_to_even(library: OneDnn, rng: Rng) -> None:
-    ours = Bfloat16Products(CpuArrays(), library)
+    ours = OneDnnProducts(CpuArrays(), library)
     bits = rng.integers(0x00800000, 0x7F000000, (50, 30)).astype(np.uint32)  # normal numbers
     bits[:25] &= 0xFFFF8000  # half of them ties, or exact
     x = mx.array(bits.view(np.float32))
@@ -108,7 +108,7 @@ def test_rounding_is_to_the_nearest_with_ties_to_even(library: OneDnn, rng: Rng)
 
 
 def test_more_shapes_than_are_kept_change_nothing(library: OneDnn, rng: Rng) -> None:
-    ours = Bfloat16Products(CpuArrays(), library)
+    ours = OneDnnProducts(CpuArrays(), library)
     w = ours.factor(random(rng, 8, 16))
     factors = [ours.factor(random(rng, tokens, 16)) for tokens in range(1, SHAPES + 9)]
     first, again = ([np.array(ours.by_columns(x, w, None)) for x in factors] for _ in range(2))
