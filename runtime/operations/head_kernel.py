@@ -15,7 +15,7 @@ the others. Callers pass only positions that have a target. The reference is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -57,6 +57,7 @@ class _Lane:
     weighted: RowSum
     targets: Targets
     shaping: Shaping
+    backward: Products | None
 
     def add(self, chunk: ReadyTile, start: int, gradient: bool) -> None:
         """Add the logits of a chunk of the vocabulary, whose first row is `start`."""
@@ -79,6 +80,7 @@ class _Lane:
             p = self.arrays.times(p, slope)
             del slope
         if gradient:
+            chunk = chunk if self.backward is None else replace(chunk, products=self.backward)
             self.weighted.add(Input.for_rows(p, chunk.products), chunk, fade)
         self.arrays.settle(self.best, self.total)
 
@@ -104,10 +106,14 @@ class _Lane:
 
 @dataclass(frozen=True)
 class HeadKernel:
-    """Streams a head's rows, `chunk_rows` at a time; each chunk is at most one evaluation."""
+    """Streams a head's rows, `chunk_rows` at a time; each chunk is at most one evaluation.
+
+    `backward` computes the products of gradients, if not those of the matrices do.
+    """
 
     matrices: Matrices
     chunk_rows: int
+    backward: Products | None = None
 
     def run(
         self,
@@ -165,4 +171,5 @@ class HeadKernel:
             RowSum(arrays),
             targets,
             shaping,
+            self.backward,
         )
