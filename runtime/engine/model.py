@@ -346,7 +346,8 @@ class Model:
         loras: Sequence[Loras] = (),
     ) -> list[HeadResult]:
         """Losses of hidden states h (N, D) against targets (N,), in one pass for all lanes."""
-        kernel = HeadKernel(self._exact, self.lowered.execution.chunk_rows)
+        backward = None if self._exact is self.matrices else self.matrices.products
+        kernel = HeadKernel(self._exact, self.lowered.execution.chunk_rows, backward)
         with self.profile.span("head"):
             loras = loras or [{}] * len(hs)
             moves = [move_of(of_lane) for of_lane in loras]

@@ -88,6 +88,7 @@ class Head(Operation, frozen=True):
         sums = 3 if call.backward else 0
         logits = pages(logits_bytes(execution))
         small = 8 * pages(call.tokens * F32) + split_bytes(matrix, logits)
+        small += pages(execution.rounded_bytes(logits // F32)) if call.backward else 0
         capped = 0 if self.cap is None else 3 + 3 * call.backward  # quotient, tanh, product, ...
         lane = (3 + sums) * pages(h) + (2 + self.bias + capped) * logits + small
         return int(read_bytes(matrix) * share) + call.lanes * lane

@@ -22,7 +22,7 @@ the others. Callers pass only positions that have a target. The reference is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -67,6 +67,7 @@ class _Lane:
     targets: Targets
     shaping: Shaping
     through_a: mx.array | None  # s h A (N, r)
+    backward: Products | None
     adapted: mx.array | None = None  # R (N, r)
 
     def add(self, chunk: ReadyTile, start: int, gradient: bool) -> None:
@@ -92,6 +93,7 @@ class _Lane:
             p = self.arrays.times(p, slope)
             del slope
         if gradient:
+            chunk = chunk if self.backward is None else replace(chunk, products=self.backward)
             self.weighted.add(Input.of(p, chunk.products), chunk, fade)
             if self.shaping.lora is not None:
                 columns = self.shaping.lora.b[:, start : start + p.shape[1]]
@@ -165,10 +167,14 @@ class _Adapted:
 
 @dataclass(frozen=True)
 class HeadKernel:
-    """Streams a head's rows, `chunk_rows` at a time; each chunk is at most one evaluation."""
+    """Streams a head's rows, `chunk_rows` at a time; each chunk is at most one evaluation.
+
+    `backward` computes the products of gradients, if not those of the matrices do.
+    """
 
     matrices: Matrices
     chunk_rows: int
+    backward: Products | None = None
 
     def run(
         self,
@@ -260,4 +266,5 @@ class HeadKernel:
             targets,
             shaping,
             shaping.through_a(h, arrays),
+            self.backward,
         )
