@@ -216,10 +216,6 @@ class TrainConfig(StepConfig, DataOptions):
         if unseen and not self.eval_every:
             need = f"{' and '.join(unseen)} {'needs' if len(unseen) == 1 else 'need'} eval_every"
             problems.append(f"{need}: the held-out loss is measured only then")
-        if self.rounding is not None and self.trainable in ("lora", "prefix"):
-            problems.append(
-                f"rounding has no effect with trainable {self.trainable}: adapters stay float32"
-            )
         if self.min_delta and not self.patience:
             problems.append("min_delta needs patience: nothing else compares with it")
         refuse(type(self), problems)
