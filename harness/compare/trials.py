@@ -119,7 +119,6 @@ def training_settings(config: CompareConfig, trial: Trial) -> dict[str, Any]:
         "valid_split",
         "trainable",
         "prefix_length",
-        "rounding",
         "parallel",
     )
     for name in (*given, *(option.name for option in fields(LoraOptions))):

@@ -35,7 +35,6 @@ from runtime.config.shared import (
     DataOptions,
     pack_field,
     prefix_length_field,
-    rounding_field,
     trainable_field,
     valid_split_field,
 )
@@ -184,7 +183,6 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     )
     trainable: str | None = trainable_field()
     prefix_length: int | None = prefix_length_field()
-    rounding: str | None = rounding_field()
     optimizer: str = choice(
         "adamw", "optimizer, of methods that use one", "adamw", "sgd", group=Group.TRAINING
     )

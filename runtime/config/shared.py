@@ -38,7 +38,6 @@ MOST_TOGETHER = 1 << 20  # the product of these and the queries: forward passes,
 STORED = ("lora", "full")  # the kinds of training for which bundles are exported
 TRAINABLE = (*STORED, "prefix")
 USUAL_PREFIX = 5  # rows of a prefix: those of MeZO's paper
-ROUNDINGS = ("nearest", "stochastic")
 FIELDS = (
     *("messages", "conversations", "tools", "system", "prompt", "completion", "text"),
     *("instruction", "input", "output"),
@@ -153,18 +152,6 @@ def prefix_length_field() -> Any:
         f"(default: {USUAL_PREFIX}, or as many as the adapter to start from has)",
         up_to(MOST_PREFIX),
         Group.TRAINING,
-    )
-
-
-def rounding_field() -> Any:
-    """The field for how updated weights are rounded."""
-    return choice(
-        None,
-        "with --trainable full: how updated weights are rounded to the type in which they are "
-        "stored; to the nearest value, 16 bits lose most of MeZO's small updates (default: "
-        "stochastic for 16 bits, nearest for float32)",
-        *ROUNDINGS,
-        group=Group.TRAINING,
     )
 
 
@@ -302,7 +289,6 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
     lora_dropout: float | None = dropout_field()
     trainable: str | None = trainable_field()
     prefix_length: int | None = prefix_length_field()
-    rounding: str | None = rounding_field()
     plan: str = choice(
         "budget",
         "memory plan: fitted to the budget, or as in the MeBP paper, a whole layer dequantized at "

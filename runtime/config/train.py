@@ -70,14 +70,6 @@ class TrainConfig(StepConfig, DataOptions):
         "measure where time and memory go, and write it to the run's summary.json",
         group=Group.MEMORY,
     )
-    report_to: str = choice(
-        "none",
-        "tracker that steps and evaluations are also sent to, where it is installed",
-        "none",
-        "tensorboard",
-        "wandb",
-        group=Group.OTHER,
-    )
     machine: str | None = option(
         None,
         "JSON file that `ondevice bench machine` wrote on this machine: how its heap behaves "
@@ -216,10 +208,6 @@ class TrainConfig(StepConfig, DataOptions):
         if unseen and not self.eval_every:
             need = f"{' and '.join(unseen)} {'needs' if len(unseen) == 1 else 'need'} eval_every"
             problems.append(f"{need}: the held-out loss is measured only then")
-        if self.rounding is not None and self.trainable in ("lora", "prefix"):
-            problems.append(
-                f"rounding has no effect with trainable {self.trainable}: adapters stay float32"
-            )
         if self.min_delta and not self.patience:
             problems.append("min_delta needs patience: nothing else compares with it")
         refuse(type(self), problems)

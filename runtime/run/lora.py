@@ -54,8 +54,6 @@ def to_train(config: C, bundle: Bundle, note: Note | None = None) -> tuple[C, Bu
             "--trainable prefix, or start with new adapters (without --adapter)"
         )
     if config.trains_all:
-        if config.rounding is None:
-            config = replace(config, rounding=_rounding(manifest))
         return config, _without_adapters(config, bundle)
     lora = _checked(_with_given(config, adapter or manifest.lora), manifest)
     if adapter is not None:
@@ -105,12 +103,6 @@ def _with_prefix(config: C, bundle: Bundle, adapter: LoraSettings | None) -> tup
         )
     rows = rows or (USUAL_PREFIX if adapter is None else adapter.prefix)
     return replace(config, prefix_length=rows), bundle.with_lora(prefix_settings(rows))
-
-
-def _rounding(manifest: Manifest) -> str:
-    """The rounding that loses no small updates of the type in which weights are stored."""
-    stored = {matrix.packed.dtype for matrix in manifest.matrices.values()}
-    return "nearest" if stored == {"float32"} else "stochastic"
 
 
 def _without_adapters(config: StepConfig, bundle: Bundle) -> Bundle:

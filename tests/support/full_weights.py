@@ -36,11 +36,10 @@ def weights_of(
     kind: str = "gaussian",
     done: int = 0,
     updates: dict[int, Update | None] | None = None,
-    rounding: str = "nearest",
 ) -> FullWeights:
     slots = Slots(path, slot_layouts(bundle.manifest), b"these")
     noise, base = RowNoise(seed, kind), Weights(bundle)
-    return FullWeights(bundle.manifest, base, slots, noise, rounding, done, updates or {})
+    return FullWeights(bundle.manifest, base, slots, noise, done, updates or {})
 
 
 def method_of(

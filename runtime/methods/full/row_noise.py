@@ -30,13 +30,13 @@ def rows_of_noise(columns: int) -> int:
     return max(1, NOISE_VALUES // columns)
 
 
-def noise_bytes(rounds: bool) -> int:
+def noise_bytes() -> int:
     """Memory of a tile of noise while it is drawn, and of the bits by which weights are rounded.
 
     Each value has random bits, which NumPy widens to look them up in the table.
     """
     value, bits, place = 4, 2, 8
-    return NOISE_VALUES * (value + bits + place + (2 * bits if rounds else 0))
+    return NOISE_VALUES * (value + bits + place + 2 * bits)
 
 
 @cache

@@ -59,8 +59,7 @@ def open_weights(
         header, updates = read_log(run / TRAJECTORY)
         noise = Noise.of_log(config.seed, config.noise_kind, header.more)
     manifest = bundle.manifest
-    assert config.rounding is not None, "the configuration of a run names its rounding"
-    settings = (manifest.weights_sha256, config.seed, config.noise_kind, config.rounding)
+    settings = (manifest.weights_sha256, config.seed, config.noise_kind)
     identity = hashlib.sha256(json.dumps(settings).encode()).digest()
     base = Weights(bundle, prefetch)
     layers = range(1, len(manifest.blocks) - 1)
@@ -71,7 +70,6 @@ def open_weights(
         base,
         slots,
         RowNoise.like(noise),
-        config.rounding,
         done,
         dict(enumerate(updates[:done])),
         ReadAhead(slots.path) if prefetch and base.assembly is None else None,
@@ -100,7 +98,6 @@ def write_trained(
         Weights(bundle),
         None,
         RowNoise.like(Noise.of_log(header.seed, header.noise, header.more)),
-        FullWeights.rounding_in(header.more),
         len(updates),
         dict(enumerate(updates)),
     )

@@ -26,7 +26,6 @@ from runtime.arrays.arrays import quiet, view
 from runtime.arrays.stored import ITEM_BYTES, Block, Matrix
 from runtime.arrays.weight_source import FloatTile, WeightSource, new_rows
 from runtime.bundle.manifest import Manifest
-from runtime.config.shared import ROUNDINGS
 from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.full.stored_floats import F32, Octets, expand, rounded
 from runtime.methods.noise import Noise
@@ -89,16 +88,18 @@ class FullWeights:
     """A source of weights that training changes.
 
     `updates` are those of steps that some block has not seen, by step; `done` is how many steps
-    there have been. `rounding` is "nearest" or "stochastic". Without `slots` nothing is written,
-    and every read applies all updates to the bundle's weights.
+    there have been. Without `slots` nothing is written, and every read applies all updates to the
+    bundle's weights.
+
+    Weights of 16 bits are rounded up or down at random, right on average: to the nearest value
+    they would lose most of MeZO's small updates.
     """
 
-    log_fields: ClassVar[tuple[str, ...]] = ("trained", "rounding")
+    log_fields: ClassVar[tuple[str, ...]] = ("trained",)
     manifest: Manifest
     base: WeightSource
     slots: Slots | None
     noise: RowNoise
-    rounding: str = "nearest"
     done: int = 0
     updates: dict[int, Update | None] = field(default_factory=dict)
     ahead: ReadAhead | None = None
@@ -111,11 +112,8 @@ class FullWeights:
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any]) -> None:
         """See `runtime.methods.log`."""
-        trained, rounding = fields.get("trained"), cls.rounding_in(fields)
-        if trained != "full":
+        if (trained := fields.get("trained")) != "full":
             raise ValueError(f"what it trains is {trained!r}")
-        if rounding not in ROUNDINGS:
-            raise ValueError(f"its rounding is {rounding!r}")
         if others := fields.keys() - {*cls.log_fields, *Noise.log_fields}:
             raise ValueError(f"it trains all weights, and has {', '.join(sorted(others))}")
 
@@ -124,16 +122,9 @@ class FullWeights:
         """Whether a log with these fields is that of all weights; else it is of adapters."""
         return "trained" in fields
 
-    @classmethod
-    def rounding_in(cls, fields: Mapping[str, Any]) -> str:
-        """How a log with these fields rounds updated weights."""
-        rounding: str = fields.get("rounding", ROUNDINGS[0])
-        return rounding
-
     def header(self) -> dict[str, Any]:
         """Its `log_fields`, as a log's header holds them."""
-        rounds = {} if self.rounding == ROUNDINGS[0] else {"rounding": self.rounding}
-        return {"trained": "full", **rounds}
+        return {"trained": "full"}
 
     def __post_init__(self) -> None:
         self.tensors = trained_tensors(self.manifest)
@@ -349,7 +340,7 @@ class FullWeights:
             np.multiply(total, np.float32(update.rate), out=total)
             np.subtract(values, total, out=values)
             integers = None
-            if self.rounding == "stochastic" and dtype != "float32":
+            if dtype != "float32":
                 integers = self.noise.integers(update.step, name, chosen, columns)
             stored = rounded(values, dtype, integers)
             expand(stored, dtype, values)

@@ -137,7 +137,7 @@ def _noise_bytes(config: StepConfig) -> int:
         return 0
     from runtime.methods.full.row_noise import noise_bytes  # other runs need it not
 
-    return noise_bytes(config.rounding != "nearest")
+    return noise_bytes()
 
 
 def _hidden_states(config: StepConfig, estimator: Estimator) -> int:

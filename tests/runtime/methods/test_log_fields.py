@@ -35,7 +35,6 @@ VALID: list[tuple[type[Owner], dict[str, Any]]] = [
     (Noise, {"pool": 16}),
     (Coefficients, {"frozen": "lora_a"}),
     (FullWeights, {"trained": "full"}),
-    (FullWeights, {"trained": "full", "rounding": "stochastic"}),
 ]
 INVALID: list[tuple[type[Owner], dict[str, Any], str]] = [
     (Averages, {"optimizer": "adagrad", "window": 2}, "its optimizer is 'adagrad'"),
@@ -56,8 +55,7 @@ INVALID: list[tuple[type[Owner], dict[str, Any], str]] = [
     (Noise, {"pool": 1 << 40}, "its pool"),
     (Coefficients, {"frozen": "lora_b"}, "does not train 'lora_b'"),
     (FullWeights, {"trained": "lora"}, "what it trains is 'lora'"),
-    (FullWeights, {"rounding": "nearest"}, "what it trains is None"),
-    (FullWeights, {"trained": "full", "rounding": "up"}, "its rounding is 'up'"),
+    (FullWeights, {}, "what it trains is None"),
     (FullWeights, {"trained": "full", "frozen": "lora_a"}, "all weights, and has frozen"),
     (FullWeights, {"trained": "full", "hessian_smoothing": 0.1}, "has hessian_smoothing"),
     (FullWeights, {"trained": "full", "optimizer": "adam", "window": 2}, "has optimizer, window"),

@@ -40,7 +40,7 @@ def model(tiny: Tiny) -> Path:
 
 
 def arguments(bundle: Path, run: Path, **more: object) -> list[str]:
-    given = {"method": "mezo", "learning-rate": 1e-3, "rounding": "stochastic", **more}
+    given = {"method": "mezo", "learning-rate": 1e-3, **more}
     return train_arguments(bundle, run, STEPS, **given)
 
 
@@ -206,14 +206,6 @@ def test_weights_that_diverged_are_not_written(tiny: Tiny, tmp_path: Path) -> No
     ondevice(*words)  # it may have ended at a loss that is not finite
     refuses(1, "no finite numbers", "replay", tmp_path / "run", "--output", tmp_path / "trained")
     assert not (tmp_path / "trained").exists()
-
-
-def test_rounding_suits_the_storage(tiny: Tiny, model: Path, tmp_path: Path) -> None:
-    exact = tiny("qwen2", trainable="full", storage="float32").path
-    for bundle, rounding in ((model, "stochastic"), (exact, "nearest")):
-        words = train_arguments(bundle, tmp_path / rounding, 1, method="mezo", learning_rate=1e-6)
-        succeeds(*words)
-        assert f'rounding = "{rounding}"' in (tmp_path / rounding / "config.toml").read_text()
 
 
 def test_advice_of_a_run_without_adapters_names_none(run: Path, tmp_path: Path) -> None:

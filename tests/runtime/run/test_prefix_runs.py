@@ -100,7 +100,6 @@ def test_a_prefix_is_trained_further_and_used(bundle: Path, tmp_path: Path) -> N
         ),
         ({"trainable": "prefix", "lora_dropout": 0.1}, "trainable prefix has no LoRA adapters"),
         ({"trainable": "prefix", "method": "zo-act"}, "--trainable prefix is not for zo-act"),
-        ({"trainable": "prefix", "rounding": "nearest"}, "no effect with trainable prefix"),
         ({"trainable": "prefix", "prefix_length": 33}, "--prefix-length 33 is too long"),
     ],
 )

@@ -35,7 +35,7 @@ from runtime.run.team import Team
 
 EVALUATED = {"eval_data": "random:3", "eval_rows": 3, "eval_every": 2}
 CASES: dict[str, dict[str, Any]] = {
-    "full": {"method": "mezo", "parallel": "data=2", "rounding": "stochastic"},
+    "full": {"method": "mezo", "parallel": "data=2"},
     "mezo": {"method": "mezo", "parallel": "perturb=2"},
     "mebp": {"method": "mebp", "parallel": "data=2"},
 }
