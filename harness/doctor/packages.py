@@ -15,6 +15,8 @@ EXTRAS = {  # their purposes
     "numba": "faster generation on a CPU",
     "parquet": "data in .parquet files",
     "datasets": "data from the Hugging Face hub (--data OWNER/NAME)",
+    "tensorboard": "ondevice train --report-to tensorboard",
+    "wandb": "ondevice train --report-to wandb",
     "bench": "PyTorch and PEFT beside ours, and pictures in PNG",
     "dev": "tests and checks of ondevice itself",
 }

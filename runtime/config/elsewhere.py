@@ -259,10 +259,7 @@ _ADVICE = {  # the way to the same end: flags that have no counterpart
     ),
     "--trust-remote-code": "code of models never runs; leave it out",
     "--export-gguf": "`ondevice fuse BUNDLE --adapter RUN --format gguf` writes a GGUF file",
-    "--report-to --wandb --tensorboard --project-name": (
-        "each step is a line of JSON in the run's metrics.jsonl, which a tracker can read, and "
-        "`ondevice report RUN` shows runs as a page; leave it out"
-    ),
+    "--wandb": "give --report-to wandb",
 }
 ADVICE = {flag: way for flags, way in _ADVICE.items() for flag in flags.split()}
 """Flags with no counterpart, and the way to the same end."""
@@ -289,6 +286,11 @@ _VALUE_ADVICE = {  # the same for values of our flags, or of their names there
         "paged_adamw_8bit paged_adamw_32bit": (
             "the state of adamw lies on the disk, so smaller states of other optimizers would "
             "save no memory"
+        ),
+    },
+    "--report-to": {
+        "mlflow swanlab comet_ml clearml all": (
+            "there are --report-to tensorboard and wandb, and the run's metrics.jsonl for any other"
         ),
     },
     "--dtype": {

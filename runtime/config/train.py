@@ -70,6 +70,14 @@ class TrainConfig(StepConfig, DataOptions):
         "measure where time and memory go, and write it to the run's summary.json",
         group=Group.MEMORY,
     )
+    report_to: str = choice(
+        "none",
+        "tracker that steps and evaluations are also sent to, where it is installed",
+        "none",
+        "tensorboard",
+        "wandb",
+        group=Group.OTHER,
+    )
     machine: str | None = option(
         None,
         "JSON file that `ondevice bench machine` wrote on this machine: how its heap behaves "

@@ -50,6 +50,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import TRAJECTORY, Method
 from runtime.run.results import Evaluation, read_steps
 from runtime.run.team import WORKERS, Speeds
+from runtime.run.trackers import OF_TRACKERS
 from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Log
 from runtime.storage.saves import CONFIG, SAVES, SLOTS, Saves, State, another_run
@@ -504,7 +505,7 @@ def _leftover(path: Path) -> bool:
         return path.is_dir() and all(
             file.name in files or _half_written(file) for file in path.iterdir()
         )
-    ours = (PLAN, LOCK, METRICS, TRAJECTORY, CHECKSUMS, SLOTS)
+    ours = (PLAN, LOCK, METRICS, TRAJECTORY, CHECKSUMS, SLOTS, *OF_TRACKERS)
     return path.name in ours or is_tokens(path.name) or _half_written(path)
 
 

@@ -36,6 +36,7 @@ from runtime.run.results import Events, TrainResult
 from runtime.run.schedule import learning_rate, settled
 from runtime.run.session import open_checked, open_session
 from runtime.run.team import Team, team_of
+from runtime.run.trackers import reporting
 from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
 from runtime.run.worker import OF_A_WORKER, files_of, invite, join
 from runtime.storage.saves import CONFIG, State, another_run
@@ -89,7 +90,10 @@ def _resume(path: Path, events: Events, wanted: dict[str, Any], team: Team) -> T
         save = folder.saves.latest()
         state = None if save is None else folder.check_save(save)
         progress = progress_of(folder, state)
-        with Meter(budget_bytes=config.budget_bytes) as meter:
+        with (
+            Meter(budget_bytes=config.budget_bytes) as meter,
+            reporting(config, path, progress.done, events) as events,
+        ):
             return _continue(before, config, folder, state, progress, events, meter, team)
 
 

@@ -37,6 +37,7 @@ from runtime.run.schedule import settled
 from runtime.run.session import open_checked, open_session
 from runtime.run.team import Team, team_of
 from runtime.run.traced_graphs import with_graphs
+from runtime.run.trackers import reporting
 from runtime.run.trainer import Trainer
 from runtime.run.worker import OF_A_WORKER, files_of, invite, join
 from runtime.storage.saves import CONFIG
@@ -112,7 +113,8 @@ def train(config: TrainConfig, events: Events) -> TrainResult:
             existed = folder.path.exists()
             with folder.created():
                 try:
-                    return _begin(config, bundle, folder, events, meter, team)
+                    with reporting(config, folder.path, 0, events) as events:
+                        return _begin(config, bundle, folder, events, meter, team)
                 except BaseException as problem:
                     team.dismiss(problem)  # others may have files in the folder
                     folder.remove_scratch_of_workers()

@@ -121,18 +121,18 @@ def test_every_extra_and_package_of_the_project_is_known(monkeypatch: pytest.Mon
         "no-such-package>=1",
         "numpy<1",
         'other>=1; sys_platform == "sunos5"',
-        "no-such-tool>=2; extra == 'parquet'",
+        "no-such-tool>=2; extra == 'wandb'",
     ]
     monkeypatch.setattr(metadata, "requires", lambda name: wanted)
     required, *extras = packages.packages()
-    extra = {one.name: one for one in extras}["extra parquet"]
+    extra = {one.name: one for one in extras}["extra wandb"]
     assert required.status is Status.BROKEN
     version = metadata.version("numpy")
     assert required.text == (
         f"no-such-package is not installed, numpy {version} is installed, <1 is needed"
     )
     assert extra.status is Status.MISSING
-    assert extra.way == "if you want it: pip install 'ondevice-tune[parquet]'"
+    assert extra.way == "if you want it: pip install 'ondevice-tune[wandb]'"
     with monkeypatch.context() as patch:
 
         def nothing(name: str) -> list[str]:
