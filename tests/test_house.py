@@ -56,7 +56,7 @@ OWN_CLASSES = (
 
 # the same word for something else, and data: (file, a source text or "*" for all of it), reason
 OTHER_MEANING = {
-    ("runtime/run/learning_rate.py", "schedule == 'linear'"): "a learning-rate schedule",
+    ("runtime/run/schedule.py", "config.lr_schedule == 'linear'"): "a learning-rate schedule",
     ("export/sources/gguf_config.py", "rope_type not in _ROPE_SCALINGS"): "a scaling of positions",
     ("export/sources/gguf_config.py", "rope_type == 'linear'"): "a scaling of positions",
     ("export/sources/rope.py", "kind not in SETTINGS"): "a scaling of positions",
@@ -65,7 +65,7 @@ OTHER_MEANING = {
         "harness/bench/published.py",
         "*",
     ): "figures as papers print them, by the method they measured",
-    ("harness/config/searches.py", "*"): "values to try; methods that it does not name have others",
+    ("harness/config/compare.py", "*"): "values to try; methods that it does not name have others",
 }
 UNSEEDED = {
     ("tests/conftest.py", "secrets.randbits(32)"): "the seed fixture itself",
