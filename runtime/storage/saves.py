@@ -28,16 +28,16 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     files: the SHA-256 of each other file of the save. logs: the beginning of each log that belongs
     to the steps done. evaluated: the evaluations made before it, as evaluations.json names them.
-    arithmetic: what decided the last bits, as `runtime.machine.backend` names it; older saves do
-    not say. sha256: of all this.
+    arithmetic: what decided the last bits, as `runtime.machine.backend` names it. sha256: of
+    all this.
     """
 
     version: int
     step: int
     files: dict[str, str]
-    logs: dict[str, Prefix] = {}
-    evaluated: tuple[str, ...] = ()
-    arithmetic: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    logs: dict[str, Prefix]
+    evaluated: tuple[str, ...]
+    arithmetic: dict[str, str]
     sha256: str = ""
 
     def encode(self) -> bytes:
@@ -48,8 +48,6 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def other_arithmetic(self, here: Mapping[str, str], but: str = "") -> str:
         """The facts of `here` that were others in this save, `but` one; empty if none was."""
-        if self.arithmetic is msgspec.UNSET:
-            return ""
         return ", ".join(
             f"{name} is {here.get(name, 'none')}, not {before}"
             for name, before in self.arithmetic.items()
@@ -58,7 +56,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Version(msgspec.Struct):
-    version: int = 1
+    version: int
 
 
 def another_run(run: Path, copy: bool = False) -> str:

@@ -14,15 +14,19 @@ from runtime.engine.sample import Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.row_noise import RowNoise
 
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+STORED = {  # how many bits of a float32's mantissa each type lacks
+    "float32": (np.float32, 0),
+    "float16": (np.float16, 13),
+    "bfloat16": (ml_dtypes.bfloat16, 16),
+}
 
 
 class MonolithicFullMeZO:
     """MeZO's Algorithms 1 and 2 over all parameters, perturbed at once, then a whole forward.
 
     As in `tests.oracles.whole_model.MonolithicMeZO` perturbed values are computed from theta, and
-    the loss is that of the bundle's own kernels. Updated matrices are rounded to the nearest value
-    of the type in which the bundle stores them. Vectors have no weight decay.
+    the loss is that of the bundle's own kernels. Updated matrices are rounded up or down, as
+    `noise` draws it, to the type in which the bundle stores them. Vectors have no weight decay.
     """
 
     def __init__(
@@ -67,11 +71,14 @@ class MonolithicFullMeZO:
             update = value * np.float32(self.weight_decay if decays else 0)
             for query, gradient in enumerate(gradients):
                 update += self._noise(number, query, name) * np.float32(gradient / self.queries)
-            self.theta[name] = self._rounded(name, value - update * np.float32(rate))
+            self.theta[name] = self._rounded(number, name, value - update * np.float32(rate))
         return sum(map(sum, losses)) / (2 * len(losses)), gradients
 
-    def _rounded(self, name: str, value: F32) -> F32:
+    def _rounded(self, step: int, name: str, value: F32) -> F32:
         if name in self.bundle.manifest.vectors:
             return value
-        dtype = DTYPES[self.bundle.manifest.matrices[name].packed.dtype]
-        return value.astype(dtype).astype(np.float32)
+        dtype, dropped = STORED[self.bundle.manifest.matrices[name].packed.dtype]
+        mask = np.uint32((1 << dropped) - 1)
+        integers = self.noise.integers(step, name, np.arange(len(value)), value.shape[1])
+        bits = (value.view(np.uint32) + (integers & mask)) & ~mask
+        return bits.view(np.float32).astype(dtype).astype(np.float32)

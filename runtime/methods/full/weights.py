@@ -208,7 +208,7 @@ class FullWeights:
         values = np.empty((stop - start, columns), np.float32)
         self._stored_rows(name, start, stop, values)
         octets = self._apply(name, np.arange(start, stop), values)
-        return rounded(values, dtype, None) if octets is None else octets
+        return rounded(values, dtype) if octets is None else octets
 
     # Updates.
 
@@ -339,9 +339,9 @@ class FullWeights:
                 np.add(total, z, out=total)
             np.multiply(total, np.float32(update.rate), out=total)
             np.subtract(values, total, out=values)
-            integers = None
-            if dtype != "float32":
-                integers = self.noise.integers(update.step, name, chosen, columns)
+            integers = (
+                0 if dtype == "float32" else self.noise.integers(update.step, name, chosen, columns)
+            )
             stored = rounded(values, dtype, integers)
             expand(stored, dtype, values)
         return stored

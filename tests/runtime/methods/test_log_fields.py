@@ -55,7 +55,6 @@ INVALID: list[tuple[type[Owner], dict[str, Any], str]] = [
     (Noise, {"pool": 1 << 40}, "its pool"),
     (Coefficients, {"frozen": "lora_b"}, "does not train 'lora_b'"),
     (FullWeights, {"trained": "lora"}, "what it trains is 'lora'"),
-    (FullWeights, {}, "what it trains is None"),
     (FullWeights, {"trained": "full", "frozen": "lora_a"}, "all weights, and has frozen"),
     (FullWeights, {"trained": "full", "hessian_smoothing": 0.1}, "has hessian_smoothing"),
     (FullWeights, {"trained": "full", "optimizer": "adam", "window": 2}, "has optimizer, window"),

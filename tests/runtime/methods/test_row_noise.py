@@ -67,10 +67,11 @@ def test_stochastic_rounding_is_right_on_average(rng: Rng, seed: int, dtype: str
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_stored_values_are_kept(rng: Rng, seed: int, dtype: str) -> None:
     values = rng.standard_normal((30, 7)).astype(np.float32)
-    stored = rounded(values, dtype, None)
+    integers = RowNoise(seed).integers(0, "w", np.arange(30), 7)
     once, twice = np.empty_like(values), np.empty_like(values)
+    stored = rounded(values, dtype, integers)
     expand(stored, dtype, once)
-    integers = None if dtype == "float32" else RowNoise(seed).integers(0, "w", np.arange(30), 7)
-    expand(rounded(once, dtype, integers), dtype, twice)
+    expand(rounded(once, dtype, integers[::-1]), dtype, twice)
     assert (once == twice).all()
+    assert (rounded(once, dtype) == stored).all()
     assert np.abs(once - values).max() <= (0 if dtype == "float32" else 2.0**-8) * 4

@@ -26,7 +26,6 @@ from runtime.run.folder import RunFolder
 from runtime.run.lora import to_resume
 from runtime.run.results import Events, Step
 from runtime.run.session import open_checked
-from runtime.storage.saves import State
 
 BUDGET = 40_000_000
 STEPS, STOPPED_AFTER = 6, 3
@@ -134,20 +133,6 @@ def test_another_arithmetic_than_that_of_the_save_is_said(
     monkeypatch.setattr(resume, "arithmetic", lambda: {**here, "the BLAS": "another"})
     _, said = resumed(stopped)
     assert f"unbroken run: the BLAS is another, not {here['the BLAS']}" in said
-
-
-def test_a_save_that_does_not_say_its_arithmetic_is_resumed(
-    stopped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As those before it was kept."""
-    on(monkeypatch)
-    (save,) = (stopped / "saves").iterdir()
-    state = msgspec.json.decode((save / "state.json").read_bytes(), type=State)
-    before = msgspec.structs.replace(state, arithmetic=msgspec.UNSET).encode()
-    assert b"arithmetic" not in before
-    (save / "state.json").write_bytes(before)
-    _, said = resumed(stopped)
-    assert "last bits" not in said
 
 
 def test_a_run_is_not_resumed_beyond_the_systems_limit(
