@@ -9,7 +9,6 @@ only where a plan uses it. Its own threads are not used: they take 0.1 ms to sta
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 from typing import Any, Protocol
@@ -44,6 +43,8 @@ class PackedRows:
     """The compiled products, by so many threads. Only one thread may call them."""
 
     def __init__(self, weights: Mapped, threads: int) -> None:
+        from concurrent.futures import ThreadPoolExecutor  # with `logging`, which runs need not load
+
         self.weights, self.threads = weights, threads
         self._rows = {4: _compiled(_rows4), 8: _compiled(_rows8)}
         self._others = ThreadPoolExecutor(max(1, threads - 1))

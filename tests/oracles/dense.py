@@ -95,9 +95,7 @@ def run_dense(config: TrainConfig, run: Path, steps: int) -> DenseRun:
     for step in tqdm(range(steps), desc="dense", disable=None):
         batch = [row for i in range(size) for row in samples.at(step * size + i).rows]
         loss, found = gradients(model, [(row.tokens, row.scored) for row in batch])
-        rule.learning_rate = learning_rate(
-            config.highest_rate, config.lr_schedule, config.warmup_steps, config.steps, step
-        )
+        rule.learning_rate = learning_rate(config, step)
         if config.max_grad_norm:
             found, _ = optim.clip_grad_norm(found, config.max_grad_norm)
         rule.update(model, tree_unflatten(list(found.items())))

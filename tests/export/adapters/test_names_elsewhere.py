@@ -189,7 +189,6 @@ DAMAGED = BundleError, "damaged"
 @pytest.mark.parametrize(
     ("origins", "error", "said"),
     [
-        (True, UsageError, "export it again"),
         ({"a.weight": [["b.weight", 0, 4, 8, False]]}, UsageError, "mlx-lm has not all rows"),
         ({"a.weight": [["b.weight", 6, 4, 8, False]]}, BundleError, "damaged"),
         ({"a.weight": [["b.weight", 0, "4", 8, False]]}, BundleError, "damaged"),
