@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
 from runtime.core.errors import BundleError, UsageError
 
-RENAMED = "renamed"  # in a provenance; True in bundles of earlier versions
+RENAMED = "renamed"  # in a provenance
 WEIGHT = ".weight"
 _MOST = 4096  # experts of a layer
 # parts of names that transformers (5.24) changes as it loads the checkpoints of a family
@@ -103,6 +101,8 @@ def origins_in(provenance: Mapping[str, Any], what: str) -> Origins:
         UsageError: they are not all in the model.
     """
     entry, where = provenance.get(RENAMED, {}), provenance.get("name")
+    import msgspec  # random weights, which PyTorch trains too, need only `Origin`
+
     try:
         origins = msgspec.convert(entry, dict[str, tuple[Origin, ...]])
     except msgspec.ValidationError as problem:

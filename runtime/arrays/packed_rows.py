@@ -43,7 +43,9 @@ class PackedRows:
     """The compiled products, by so many threads. Only one thread may call them."""
 
     def __init__(self, weights: Mapped, threads: int) -> None:
-        from concurrent.futures import ThreadPoolExecutor  # with `logging`, which runs need not load
+        from concurrent.futures import (
+            ThreadPoolExecutor,
+        )  # with `logging`, which runs need not load
 
         self.weights, self.threads = weights, threads
         self._rows = {4: _compiled(_rows4), 8: _compiled(_rows8)}
