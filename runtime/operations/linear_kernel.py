@@ -57,7 +57,7 @@ class LoraProducts:
                 y = self.matrices.arrays.sum(y, bias)
             if lora is not None:
                 if lora.observer is not None:
-                    lora.observer(x)
+                    lora.observer(x.astype(mx.float32))
                 given = self.dropped(x, self.mask(x, lora))
                 through_a = self.through_a(given, lora)
                 y = mx.addmm(y, through_a.astype(y.dtype), lora.b.astype(y.dtype))

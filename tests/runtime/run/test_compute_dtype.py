@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 from support.bfloat16 import require_onednn, with_rounded_products
 from support.bundles import Tiny
+from support.lora import with_lora
 from support.plans import LINUX, MAC, plan_of, predicted, task_of
 from support.runs import (
     adapter,
@@ -26,6 +28,7 @@ from support.runs import (
 )
 
 from runtime.core.errors import UsageError
+from runtime.methods.zeroth import forward_only
 from runtime.plan.lower import lower
 from runtime.plan.plan import PRODUCTS_BYTES
 from runtime.plan.sizes import LEVELS
@@ -98,6 +101,15 @@ def test_perturbations_that_rounding_swallows_are_refused_with_numbers(
     assert not (tmp_path / "small").exists()
     large = train_arguments(bundle, tmp_path / "large", 1, epsilon=2.6e-4, **given)
     succeeds(*large, by=here)
+
+
+def test_a_gpu_rounds_twice_as_much(tiny: Tiny) -> None:
+    bundle = with_lora(tiny("qwen2"), rank=8, alpha=16.0)
+    adapters = SimpleNamespace(manifest=replace(bundle.manifest, device="gpu"))
+    begin = SimpleNamespace(plan=SimpleNamespace(compute_dtype=HALF), adapters=adapters)
+    forward_only._check_resolved(SimpleNamespace(epsilon=1e-3), begin)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"rounding changes them by 0\.003"):
+        forward_only._check_resolved(SimpleNamespace(epsilon=4e-4), begin)  # type: ignore[arg-type]
 
 
 def test_weights_that_move_are_not_rounded(tiny: Tiny, tmp_path: Path, rounded: None) -> None:
