@@ -77,10 +77,6 @@ def test_evaluations_are_read_again_as_they_were_made(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="lacks the evaluation '6'"):
         folder.evaluations(8, ("6",))
     right = msgspec.to_builtins(whole)
-    older = {**right, "tokens": right["scored_tokens"]}
-    del older["scored_tokens"]
-    folder.write_json(EVALUATIONS, {"before": older})
-    assert folder.evaluations(5) == {"before": whole}
     for odd in ({}, {**right, "loss": "low"}, {**right, "accuracy": None}, {**right, "rows": 1.5}):
         folder.write_json(EVALUATIONS, {**made, "4": odd})
         with pytest.raises(BundleError, match=r"evaluations\.json is damaged: '4'"):
