@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 from export.config.export import EIGHT_BIT, ExportConfig
 from export.cut.model import Cut
@@ -81,7 +81,7 @@ def stored_forms(
         else:
             stored[use.name] = _form(config, checkpoint, use, asked)
     quantized = {name for name, form in stored.items() if isinstance(form, QuantizedForm)} - copied
-    names = ("calibrate", "eight_bit", "group_size", "layout")
+    names = ("calibrate", "eight_bit", "group_size")
     unused = [name for name in names if config.was_given(name)]
     if unused and not quantized:
         raise UsageError(
@@ -156,9 +156,7 @@ def _form(
             f"{use.name} has {columns} columns, which --group-size {group} does not divide; "
             f"use {' or '.join(fitting) or 'another model'}"
         )
-    symmetric = bits == 8 or config.layout == "symmetric"
-    layout: Literal["symmetric", "affine"] = "symmetric" if symmetric else "affine"
-    return QuantizedForm(bits, group, layout, "float16")
+    return QuantizedForm(bits, group, "symmetric" if bits == 8 else "affine", "float16")
 
 
 def _short_form(checkpoint: Checkpoint, tensor: str) -> FloatForm:

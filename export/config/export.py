@@ -40,7 +40,7 @@ _SHARE = Check(_is_share, "a share such as +5%, up to +100%")
 EIGHT_BIT = "k_proj,v_proj"
 STORAGE = ("bfloat16", "float16", "float32")
 QUANTIZING = (
-    *("bits", "embedding_bits", "group_size", "layout", "eight_bit", "size", "calibrate"),
+    *("bits", "embedding_bits", "group_size", "eight_bit", "size", "calibrate"),
     "calibration_tokens",
 )
 """Options that have no effect where nothing is quantized."""
@@ -92,14 +92,6 @@ class ExportConfig(DataOptions, BudgetOptions):
         32,
         64,
         128,
-        group=Group.QUANTIZATION,
-    )
-    layout: str = choice(
-        "affine",
-        "what a group of 4-bit weights stores: a scale and an offset (affine), or a scale alone "
-        "(symmetric), which saves 0.25 bits per weight in groups of 64",
-        "affine",
-        "symmetric",
         group=Group.QUANTIZATION,
     )
     eight_bit: str = option(
@@ -184,14 +176,8 @@ class ExportConfig(DataOptions, BudgetOptions):
                 ("size", self.bits != "auto", "it limits what bits auto may add"),
                 ("eight_bit", self.bits == "auto", "bits auto chooses the layers itself"),
                 ("eight_bit", self.bits in (8, *floats), f"every linear layer has {self.bits}"),
-                ("layout", self.bits == self.head_bits == 8, "8 bits are stored symmetric"),
                 (
                     "group_size",
-                    self.bits in floats and self.head_bits in floats,
-                    "floats have no groups",
-                ),
-                (
-                    "layout",
                     self.bits in floats and self.head_bits in floats,
                     "floats have no groups",
                 ),

@@ -69,7 +69,6 @@ _FLAGS = {  # the same for flags: of two meanings, the first that a command has 
     "--dtype": "--outtype --de-quantize --dequantize --torch-dtype",
     "--bits": "--q-bits --outtype --quantization-bit --quantization",
     "--group-size": "--q-group-size",
-    "--layout": "--q-mode",
     "--temperature": "--temp",
     "--chat": "--conversation --apply-chat-template -cnv",
     "--prompt": "-p",
@@ -98,7 +97,6 @@ _VALUES = {  # values of our flags: those of other tools
         "16": "f16 fp16 bf16 float16 bfloat16",
         "32": "f32 fp32 float32",
     },
-    "--layout": {"symmetric": "mxfp4 mxfp8 nvfp4"},
     "--loss-on": {"all": "true"},
     "--to": {"gguf": "llama.cpp", "mlx": "mlx-lm mlx_lm", "peft": "hf huggingface transformers"},
     "--format": {"hf": "safetensors huggingface transformers mlx", "gguf": "llama.cpp"},
@@ -188,7 +186,7 @@ _ADVICE = {  # the way to the same end: flags that have no counterpart
         "a bundle is given without a flag, behind the command; a checkpoint becomes one by: "
         "ondevice export MODEL -o BUNDLE"
     ),
-    "--load-in-4bit --load-in-8bit --quantize --qlora --bits --layout --group-size "
+    "--load-in-4bit --load-in-8bit --quantize --qlora --bits --q-mode --group-size "
     "--bnb-4bit-quant-type --bnb-4bit-compute-dtype": (
         "weights are quantized once: ondevice export MODEL -o BUNDLE --bits 4 (or 8, 16)"
     ),

@@ -64,10 +64,10 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_calibration_brings_predictions_nearer(tmp_path: Path, preset: str) -> None:
     """With tied embeddings and without, with biases and without."""
-    data = {"calibrate": "random:3", "calibration_tokens": 1500, "layout": "symmetric"}
+    data = {"calibrate": "random:3", "calibration_tokens": 1500}
     common = {"eight_bit": "none"}
     made = {
-        "rounded": exported(f"random:{preset}", tmp_path / "rounded", **common, layout="symmetric"),
+        "rounded": exported(f"random:{preset}", tmp_path / "rounded", **common),
         "calibrated": exported(f"random:{preset}", tmp_path / "calibrated", **common, **data),
     }
     assert made["rounded"].manifest.quality is None  # text says nothing of random weights
@@ -208,9 +208,7 @@ def test_another_model_is_no_source(tmp_path: Path, folder: Path) -> None:
         ({"size": "+9%"}, "size has no effect"),
         ({"bits": "auto", "eight_bit": "none"}, "eight_bit has no effect: bits auto chooses"),
         ({"bits": 16, "eight_bit": "q_proj"}, "eight_bit has no effect: every linear layer has 16"),
-        ({"bits": 8, "layout": "symmetric"}, "layout has no effect: 8 bits"),
         ({"bits": 32, "group_size": 32}, "group_size has no effect: floats"),
-        ({"bits": 32, "layout": "symmetric"}, "layout has no effect: floats"),
         ({"calibration_tokens": 100}, "calibration_tokens has no effect: it needs calibrate"),
     ],
 )
@@ -220,9 +218,9 @@ def test_options_without_effect_are_refused(given: dict[str, Any], said: str) ->
 
 
 def test_options_may_concern_the_embedding_alone() -> None:
-    config = ExportConfig(source="m", output="o", bits=16, embedding_bits=4, layout="symmetric")
+    config = ExportConfig(source="m", output="o", bits=16, embedding_bits=4, group_size=32)
     assert config.head_bits == 4
-    assert all(config.was_given(name) for name in ("bits", "embedding_bits", "layout"))
+    assert all(config.was_given(name) for name in ("bits", "embedding_bits", "group_size"))
 
 
 def test_experts_are_rounded_and_that_is_said(tmp_path: Path) -> None:

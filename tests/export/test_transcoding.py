@@ -192,8 +192,10 @@ def test_an_mlx_checkpoint_keeps_its_values(tmp_path: Path, bits: int) -> None:
 
 def test_options_that_nothing_uses_are_refused_where_values_are_kept(tmp_path: Path) -> None:
     folder, _ = mlx_folder(tmp_path / "checkpoint", 4)
-    given = settings(folder, tmp_path / "bundle", layout="symmetric", group_size=32)
-    with pytest.raises(UsageError, match=r"--group-size, --layout: nothing is quantized.*--bits 4"):
+    given = settings(folder, tmp_path / "bundle", eight_bit="q_proj", group_size=32)
+    with pytest.raises(
+        UsageError, match=r"--eight-bit, --group-size: nothing is quantized.*--bits 4"
+    ):
         export_bundle(given)
     assert not (tmp_path / "bundle").exists()
 
