@@ -317,9 +317,9 @@ def test_damaged_bundles_and_saves_of_earlier_versions_are_refused(
     succeeds(*train_arguments(bundle, run, 2))
     (save,) = (run / "saves").iterdir()
     about = json.loads((save / "state.json").read_bytes())
-    assert about.pop("version") == VERSION
-    (save / "state.json").write_text(json.dumps(about))  # as it was before versions were counted
-    refuses(4, f"version 1, not {VERSION}", "train", "--resume", run)
+    assert about["version"] == VERSION
+    (save / "state.json").write_text(json.dumps({**about, "version": VERSION - 1}))
+    refuses(4, f"version {VERSION - 1}, not {VERSION}", "train", "--resume", run)
 
 
 def test_divergence_keeps_the_last_save(bundle: Path, tmp_path: Path) -> None:
