@@ -20,7 +20,7 @@ from runtime.arrays.weight_source import FloatTile, Tile
 from runtime.machine.onednn import OneDnn
 
 Factor = Any
-"""A matrix as products take it: `mx.array` of float32, or the bits of bfloat16 values."""
+"""A matrix as products take it: `mx.array`, or the bits of bfloat16 values."""
 Bits = npt.NDArray[np.uint16]
 
 

@@ -97,7 +97,7 @@ class Model:
         return self.matrices.arrays
 
     @cached_property
-    def _exact(self) -> Matrices:
+    def exact_matrices(self) -> Matrices:
         """The matrices for a head, whose logits a GPU would round to bfloat16."""
         if self.tools.dtype == mx.float32:
             return self.matrices
@@ -346,8 +346,8 @@ class Model:
         loras: Sequence[Loras] = (),
     ) -> list[HeadResult]:
         """Losses of hidden states h (N, D) against targets (N,), in one pass for all lanes."""
-        backward = None if self._exact is self.matrices else self.matrices.products
-        kernel = HeadKernel(self._exact, self.lowered.execution.chunk_rows, backward)
+        backward = None if self.exact_matrices is self.matrices else self.matrices.products
+        kernel = HeadKernel(self.exact_matrices, self.lowered.execution.chunk_rows, backward)
         with self.profile.span("head"):
             loras = loras or [{}] * len(hs)
             moves = [move_of(of_lane) for of_lane in loras]
@@ -374,7 +374,7 @@ class Model:
             zeros = mx.zeros(lora.a.shape), mx.zeros(lora.b.shape)
             self.arrays.settle(zeros)
             gradients[self.head_name] = zeros
-        kernel = HeadKernel(self.matrices, self.lowered.execution.chunk_rows)
+        kernel = HeadKernel(self.exact_matrices, self.lowered.execution.chunk_rows)
         log_sums = [result.log_sum for result in results]
         matrix, total = self.head_matrix, gradients[self.head_name]
         with self.profile.span("head"):

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from runtime.arrays.packed_rows import multiplies
 from runtime.bundle.manifest import Manifest
 from runtime.core.errors import BudgetError, UsageError
 from runtime.core.units import format_bytes
@@ -427,9 +428,17 @@ class Planner:
         """The sizes that a plan can choose: of a set only where none of the sets before it fits."""
         levels = self._levels(request, demand)
         in_place: tuple[Sizes, ...] = ()
-        if self.machine.numba and request.context:
+        if self.machine.numba and request.context and self._multiplies_in_place:
             in_place = tuple(replace(level, in_place=True) for level in levels)
         return self._operations(request, demand), in_place, levels
+
+    @property
+    def _multiplies_in_place(self) -> bool:
+        """Whether every matrix of the layers and the head can be multiplied where it lies."""
+        blocks = self.manifest.blocks[1:]
+        return all(
+            multiplies(each) for block in blocks for each in self.manifest.matrices_of(block)
+        )
 
     def _operations(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
         """The sizes at which an operation is one evaluation.

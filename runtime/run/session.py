@@ -75,10 +75,10 @@ class Session:
         chosen = [matrix for block in layers for matrix in manifest.matrices_of(block)]
         if plan.materialized_head and plan.context:
             chosen += manifest.matrices_of(head)
-        matrices = self._at(plan.bucket).matrices
-        matrices.materialize(chosen)
+        model = self._at(plan.bucket)
+        model.matrices.materialize(chosen)
         if plan.materialized_head and not plan.context:
-            matrices.materialize(manifest.matrices_of(head), plan.chunk_rows)
+            model.exact_matrices.materialize(manifest.matrices_of(head), plan.chunk_rows)
 
 
 def open_verified(path: str) -> Bundle:

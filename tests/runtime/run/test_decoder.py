@@ -142,6 +142,8 @@ def test_a_token_is_multiplied_where_weights_lie_if_the_budget_has_room(tiny: Ti
     plan = plan_decoding(bundle, 10**9, CONTEXT)
     assert plan.in_place
     assert not plan_decoding(bundle, plan.predicted_peak_bytes - 10**7, CONTEXT).in_place
+    for layouts in ("float16", "mixed"):  # of which some matrices, or all, are not multiplied so
+        assert not plan_decoding(tiny("qwen2", layouts=layouts), 10**9, CONTEXT).in_place
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
