@@ -357,6 +357,8 @@ class _LayerCutter:
     ) -> None:
         self.taps, self.tap, self.window, self.name = taps, tap, window, name
         self.parameters = _parameters(tap.layer)
+        own = tree_flatten(tap.layer.parameters())
+        self.names_of_own = {id(value): name for name, value in own}
         self.calls, self.out = self._run(mx.zeros(shape_at(hidden, taps.probe)), None)
         self.output_shapes = [self._symbolic(call.output) for call in self.calls]
         self._check_further(hidden)
@@ -365,6 +367,7 @@ class _LayerCutter:
         self.outputs: list[str] = []  # names of the taps' outputs, in call order
         self.operations: list[StoredOperation] = []
         self.graphs: list[CutGraph] = []
+        self.read: dict[str, tuple[int, ...]] = {}  # parameters that no graph reads
 
     def cut(self) -> tuple[BlockType, list[ElementwiseGraph], str]:
         """The layer as a block type, its graphs, and a signature: equal for equal layers."""
@@ -397,8 +400,7 @@ class _LayerCutter:
             self.names.setdefault(id(call.output), output)
         (end,) = self._reach([("out", self.out)])
         parameters = {key: v for graph in self.graphs for key, v in graph.parameters.items()}
-        for call in self.calls:
-            parameters |= call.parameters if isinstance(call, ConvolutionCall) else {}
+        parameters |= self.read
         operations = tuple(self.operations)
         block_type = BlockType(self.name, "x", end, self.values, parameters, operations)
         return block_type, [graph.graph for graph in self.graphs], self._signature()
@@ -472,13 +474,23 @@ class _LayerCutter:
         q, k, v = self._reach(list(zip(keys, call.inputs, strict=True)))
         output, source = f"attention{count}.out", getattr(self.tap.layer, "source", None)
         of = "" if source is None else f"{self.taps.path}.{source}"
-        how = (call.scale, self.window, call.cap, of)
+        sinks = "" if call.sinks is None else self._sinks(call.sinks)
+        how = (call.scale, self.window, call.cap, of, sinks)
         self.operations.append(Attention((q, k, v), (output,), *how))
         return output
+
+    def _sinks(self, sinks: mx.array) -> str:
+        """The parameter that an attention's sinks are."""
+        name = self.names_of_own.get(id(sinks))
+        if name is None:
+            raise BundleError("attention sinks are computed; such models are not supported")
+        self.read[name] = self.parameters[name]
+        return f"@{name}"
 
     def _add_convolution(self, call: ConvolutionCall) -> str:
         """Add a convolution. Returns the output's name."""
         (source,) = self._reach([(f"{call.name}.in", call.inputs[0])])
+        self.read |= call.parameters
         read = (source, *(f"@{name}" for name in call.parameters))
         output, (width, *_) = f"{call.name}.out", next(iter(call.parameters.values()))[1:]
         self.operations.append(Convolution(read, (output,), width))
@@ -499,7 +511,7 @@ class _LayerCutter:
         x, weights, chosen = self._reach(list(zip(keys, call.inputs, strict=True)))
         output = f"{call.name}.out"
         gate, up, down = (f"{call.name}.{part}_proj" for part in ("gate", "up", "down"))
-        inputs, how = (x, weights, chosen), (call.count, call.activation)
+        inputs, how = (x, weights, chosen), (call.count, call.activation, call.biased)
         self.operations.append(Experts(inputs, (output,), gate, up, down, *how))
         return output
 

@@ -86,11 +86,12 @@ def _attention(tape: Tape, cuts: bool) -> Callable[..., mx.array]:
         scale: float,
         mask: Any = None,
         cap: float | None = None,
+        sinks: mx.array | None = None,
         **rest: Any,
     ) -> mx.array:
         if given := sorted(name for name, value in rest.items() if value is not None):
             raise BundleError(
-                f"attention takes {', '.join(given)} besides q, k, v, scale and mask; such "
+                f"attention takes {', '.join(given)} besides q, k, v, scale, mask and sinks; such "
                 "models are not supported"
             )
         if not cuts:
@@ -100,7 +101,7 @@ def _attention(tape: Tape, cuts: bool) -> Callable[..., mx.array]:
                 "attention is given another mask than its layer; such models are not supported"
             )
         output = tape.output((*q.shape[:-1], v.shape[-1]))
-        return tape.record(AttentionCall("attention", (q, k, v), output, float(scale), cap))
+        return tape.record(AttentionCall("attention", (q, k, v), output, float(scale), cap, sinks))
 
     return attention
 

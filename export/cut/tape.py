@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from runtime.operations.elementwise import Activation
+from runtime.operations.experts import Activation
 
 MASK = "causal"  # the mask of a layer while it is cut
 
@@ -50,10 +50,11 @@ class LinearCall(Call):
 
 @dataclass(frozen=True)
 class AttentionCall(Call):
-    """Scaled dot-product attention of (q, k, v), whose scores may be capped."""
+    """Scaled dot-product attention of (q, k, v), whose scores may be capped, or meet sinks."""
 
     scale: float
     cap: float | None
+    sinks: mx.array | None
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class ExpertsCall(Call):
 
     count: int
     activation: Activation
+    biased: bool
 
 
 class Tape:

@@ -29,7 +29,7 @@ class ElementwiseKernel:
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation = run.operation(Elementwise)
         for values, lora in zip(lanes, loras, strict=True):
-            arguments = [self._argument(run, name, values, lora) for name in operation.inputs]
+            arguments = [self.tools.argument(run.block, n, values, lora) for n in operation.inputs]
             results = self.results(
                 operation, run.program, "forward", arguments, run.instruction.wanted, run.tokens
             )
@@ -41,14 +41,10 @@ class ElementwiseKernel:
             if gradient_of(name) not in values:
                 zeros = mx.zeros(shape_at(run.program.values[name], run.tokens))
                 values[gradient_of(name)] = zeros
-        arguments = [self._argument(run, name, values, loras) for name in operation.vjp_inputs]
+        read = operation.vjp_inputs
+        arguments = [self.tools.argument(run.block, name, values, loras) for name in read]
         wanted = run.instruction.wanted
         return self.results(operation, run.program, "vjp", arguments, wanted, run.tokens)
-
-    def _argument(self, run: Run, name: str, values: Values, loras: Loras) -> mx.array:
-        if is_parameter(name):
-            return self.tools.vector(run.block.tensor(name[1:]), loras)
-        return values[name]
 
     def results(
         self,

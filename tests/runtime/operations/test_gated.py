@@ -15,7 +15,7 @@ from support.bfloat16 import require_onednn
 from support.bundles import Rng, Tiny
 from support.models import each_family, model_of
 
-from export.cut.properties import ACTIVATIONS, gated_activation
+from export.cut.properties import GATES, gated_activation
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.machine.onednn import OneDnn
@@ -54,7 +54,7 @@ def by(request: pytest.FixtureRequest) -> OneDnn | None:
     return None if request.param == "NumPy" else require_onednn("float32")
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("chunks", [0, 1, 2])
 def test_the_kernel_computes_the_activation(
     rng: Rng, by: OneDnn | None, name: str, chunks: int
@@ -73,7 +73,7 @@ def test_the_kernel_computes_the_activation(
         assert (np.array(x) == before).all()
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", GATES)
 def test_a_value_does_not_depend_on_its_neighbours(rng: Rng, by: OneDnn | None, name: str) -> None:
     """Else a tile of tokens, or a lane, would not be what the whole is, bit for bit."""
     g, u, dy = (normal(rng, 1, 7, CHUNK_VALUES // 5) for _ in range(3))
@@ -85,7 +85,7 @@ def test_a_value_does_not_depend_on_its_neighbours(rng: Rng, by: OneDnn | None, 
         assert mx.array_equal(one, all_[:, first:last])
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", GATES)
 def test_large_values_are_flat_and_no_number_stays_none(by: OneDnn | None, name: str) -> None:
     g = mx.array([-1e4, -200.0, 0.0, 200.0, 1e4, float("nan")])
     one = mx.ones(g.shape)
