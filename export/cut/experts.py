@@ -12,13 +12,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu_oai
 
-from export.cut.properties import GATES, computes
+from export.cut.properties import GATES, Gate, computes
 from export.cut.tape import ExpertsCall
 from export.cut.taps import Taps
 from runtime.core.errors import BundleError
 from runtime.operations.experts import Activation
 
 _TRIAL = (1, 8, 32)  # the shape that an activation is tried at
+_GATES: dict[Activation, Gate] = {
+    "silu": GATES["silu"],
+    "gelu_tanh": GATES["gelu_tanh"],
+    "clamped": swiglu_oai,
+}
 
 
 class ExpertsTap:
@@ -94,8 +99,8 @@ def _activation(name: str, module: Any) -> Activation:
     def vjp(gate: mx.array, up: mx.array, dy: mx.array) -> list[mx.array]:
         return mx.vjp(lambda *primals: forward(*primals), [gate, up], [dy])[1]
 
-    for known, gate in (*GATES.items(), ("clamped", swiglu_oai)):
-        if known and computes(gate, forward, vjp, _TRIAL):
+    for known, gate in _GATES.items():
+        if computes(gate, forward, vjp, _TRIAL):
             return known
     raise BundleError(
         f"{name} has experts with the activation {type(module).__name__}, which is not supported"

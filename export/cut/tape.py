@@ -37,6 +37,10 @@ class EmbeddingCall(Call):
     of_model: bool
 
 
+class PartCall(Call):
+    """A part of the layer's input, which the model takes apart; the output stands for it."""
+
+
 class LayerCall(Call):
     """A whole transformer layer, named by its index."""
 

@@ -120,11 +120,14 @@ class Arrays(Protocol):
     ) -> tuple[mx.array, mx.array]:
         """Two independent results, computed in parallel if that is faster."""
 
-    def evaluate(self, results: Sequence[mx.array], working_bytes: int = 0) -> None:
+    def evaluate(
+        self, results: Sequence[mx.array], working_bytes: int = 0, within_plan: bool = False
+    ) -> None:
         """Evaluate results one after another, with at most `working_bytes` in use besides them.
 
         Together, a later result's arrays would be allocated before an earlier one's are freed.
-        MLX may take more where a single operation needs more.
+        MLX may take more where a single operation needs more; and with `within_plan` while all that
+        is in use is less than is planned at the peak.
         """
 
 
@@ -284,11 +287,13 @@ class CpuArrays:
         mx.eval(result, other)
         return result, other
 
-    def evaluate(self, results: Sequence[mx.array], working_bytes: int = 0) -> None:
+    def evaluate(
+        self, results: Sequence[mx.array], working_bytes: int = 0, within_plan: bool = False
+    ) -> None:
         sizes = [result.nbytes for result in results]
         # MLX passes the bound by one operation, since it compares before it allocates
         largest = max(sizes, default=0)
-        with bounded_run_ahead(sum(sizes) + max(working_bytes - largest, 0)):
+        with bounded_run_ahead(sum(sizes) + max(working_bytes - largest, 0), within_plan):
             for result in results:
                 mx.eval(result)
 
@@ -386,7 +391,9 @@ class GpuArrays:
     ) -> tuple[mx.array, mx.array]:
         return first(), second()
 
-    def evaluate(self, results: Sequence[mx.array], working_bytes: int = 0) -> None:
+    def evaluate(
+        self, results: Sequence[mx.array], working_bytes: int = 0, within_plan: bool = False
+    ) -> None:
         for result in results:
             self.settle(result)
 

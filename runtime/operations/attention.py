@@ -192,7 +192,9 @@ class Attention(Function, frozen=True):
         window = "" if self.window is None else f" (window {self.window})"
         cap = "" if self.cap is None else f" (cap {self.cap:g})"
         sinks = " (sinks)" if self.sinks else ""
-        return f"attention{window}{cap}{sinks} -> " + "x".join(map(str, values[self.outputs[0]][1:]))
+        return f"attention{window}{cap}{sinks} -> " + "x".join(
+            map(str, values[self.outputs[0]][1:])
+        )
 
 
 class CachedAttention(Attention, frozen=True, kw_only=True):

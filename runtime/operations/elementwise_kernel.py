@@ -17,8 +17,6 @@ from runtime.operations.kernel import Run, Tools
 from runtime.operations.program import Program
 from runtime.operations.values import gradient_of, graph_key, is_parameter, shape_at, token_axis
 
-BOUNDED_BYTES = 1 << 21  # of a tile's intermediates, from which on MLX must not run ahead
-
 
 @dataclass(frozen=True)
 class ElementwiseKernel:
@@ -89,10 +87,7 @@ class ElementwiseKernel:
             results = dict(zip(made, graphs.call(key, sliced), strict=True))
             del sliced
             computed, working_bytes = [results[name] for name in own], graphs.workspace_bytes(key)
-            if working_bytes < BOUNDED_BYTES:  # what MLX allocates ahead does not matter
-                self.tools.arrays.settle(computed)
-            else:
-                self.tools.arrays.evaluate(computed, working_bytes)
+            self.tools.arrays.evaluate(computed, working_bytes, within_plan=True)
             computed.clear()
             for name in own:
                 self.tools.arrays.put(wholes[name], _along(program, name, tile), results[name])
