@@ -27,7 +27,7 @@ from support.source_rules import (
 )
 
 from runtime.config.methods import METHODS
-from runtime.operations import cached_attention, gated, logits, placed, sliced_mlp
+from runtime.operations import attention, gated, logits, placed, sliced_mlp
 from runtime.operations.base import Operation
 from runtime.operations.program import StoredOperation
 
@@ -36,7 +36,7 @@ OPERATIONS: tuple[type[Operation], ...] = (
     gated.Gated,
     sliced_mlp.SlicedMlp,
     placed.Placed,
-    cached_attention.CachedAttention,
+    attention.CachedAttention,
     logits.Logits,
 )
 NAMES = {operation.__struct_config__.tag for operation in OPERATIONS} | {*METHODS}

@@ -10,14 +10,20 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.activations import swiglu_oai
 
-from export.cut.properties import gated_activation
+from export.cut.properties import GATES, Gate, computes
 from export.cut.tape import ExpertsCall
 from export.cut.taps import Taps
 from runtime.core.errors import BundleError
-from runtime.operations.elementwise import Activation
+from runtime.operations.experts import Activation
 
 _TRIAL = (1, 8, 32)  # the shape that an activation is tried at
+_GATES: dict[Activation, Gate] = {
+    "silu": GATES["silu"],
+    "gelu_tanh": GATES["gelu_tanh"],
+    "clamped": swiglu_oai,
+}
 
 
 class ExpertsTap:
@@ -26,8 +32,7 @@ class ExpertsTap:
     def __init__(self, taps: Taps, name: str, experts: nn.Module) -> None:
         self.taps, self.name = taps, name
         self.count, self.columns, _ = experts.down_proj.weight.shape
-        if "bias" in experts.gate_proj:
-            raise BundleError(f"{name} has experts with biases, which are not supported")
+        self.biased = "bias" in experts.gate_proj
         self.activation = _activation(name, experts.activation)
 
     def __call__(self, x: mx.array, chosen: mx.array) -> _Results:
@@ -38,7 +43,8 @@ class ExpertsTap:
         tape = self.taps.tape
         inputs = [tape.batched(one) for one in (x, weights, chosen.astype(mx.float32))]
         output = tape.output((*inputs[0].shape[:-1], self.columns))
-        call = ExpertsCall(self.name, tuple(inputs), output, self.count, self.activation)
+        how = (self.count, self.activation, self.biased)
+        call = ExpertsCall(self.name, tuple(inputs), output, *how)
         y = tape.record(call)
         return y if x.ndim == y.ndim else y.squeeze(0)
 
@@ -85,7 +91,7 @@ class _Results:
 
 
 def _activation(name: str, module: Any) -> Activation:
-    """The activation f of experts that compute f(gate) * up. Raises BundleError for another."""
+    """The activation of experts. Raises BundleError for one that they may not have."""
 
     def forward(gate: mx.array, up: mx.array) -> list[mx.array]:
         return [module(up, gate)]
@@ -93,10 +99,9 @@ def _activation(name: str, module: Any) -> Activation:
     def vjp(gate: mx.array, up: mx.array, dy: mx.array) -> list[mx.array]:
         return mx.vjp(lambda *primals: forward(*primals), [gate, up], [dy])[1]
 
-    known = gated_activation(forward, vjp, _TRIAL)
-    if not known:
-        raise BundleError(
-            f"{name} has experts with the activation {type(module).__name__}, which is not "
-            "supported"
-        )
-    return known
+    for known, gate in _GATES.items():
+        if computes(gate, forward, vjp, _TRIAL):
+            return known
+    raise BundleError(
+        f"{name} has experts with the activation {type(module).__name__}, which is not supported"
+    )

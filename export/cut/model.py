@@ -30,6 +30,7 @@ from export.cut.tape import (
     ExpertsCall,
     LayerCall,
     LinearCall,
+    PartCall,
     Tape,
 )
 from export.cut.taps import LayerTap, Position, Taps, attention_windows, probe_length
@@ -344,8 +345,7 @@ def _described(calls: Sequence[Call]) -> str:
     return ", ".join(f"{len(list(same))} x {name}" for name, same in groupby(names))
 
 
-# what attention reads are the first three of these, the gated delta rule all
-_PARTS = ("q", "k", "v", "decay", "beta"), ("in", "weights", "chosen")  # of taps
+_READ = ("q", "k", "v", "decay", "beta")  # by the gated delta rule; attention reads three of them
 _MIXERS = (ConvolutionCall, DeltaCall)  # what sees other tokens without a mask
 
 
@@ -357,7 +357,14 @@ class _LayerCutter:
     ) -> None:
         self.taps, self.tap, self.window, self.name = taps, tap, window, name
         self.parameters = _parameters(tap.layer)
+        own = tree_flatten(tap.layer.parameters())
+        self.names_of_own = {id(value): name for name, value in own}
         self.calls, self.out = self._run(mx.zeros(shape_at(hidden, taps.probe)), None)
+        self.places = {
+            id(array): (number, at)
+            for number, call in enumerate(self.calls)
+            for at, array in enumerate(call.inputs)
+        }
         self.output_shapes = [self._symbolic(call.output) for call in self.calls]
         self._check_further(hidden)
         self.values: dict[str, Shape] = {"x": hidden}
@@ -365,6 +372,7 @@ class _LayerCutter:
         self.outputs: list[str] = []  # names of the taps' outputs, in call order
         self.operations: list[StoredOperation] = []
         self.graphs: list[CutGraph] = []
+        self.read: dict[str, tuple[int, ...]] = {}  # parameters that no graph reads
 
     def cut(self) -> tuple[BlockType, list[ElementwiseGraph], str]:
         """The layer as a block type, its graphs, and a signature: equal for equal layers."""
@@ -388,6 +396,8 @@ class _LayerCutter:
                 output = self._add_experts(call)
             elif isinstance(call, EmbeddingCall):
                 output = self._add_lookup(call)
+            elif isinstance(call, PartCall):
+                output = self._add_parts(call)
             else:
                 raise BundleError(
                     f"a layer holds another layer, {call.name}; such models are not supported"
@@ -397,8 +407,7 @@ class _LayerCutter:
             self.names.setdefault(id(call.output), output)
         (end,) = self._reach([("out", self.out)])
         parameters = {key: v for graph in self.graphs for key, v in graph.parameters.items()}
-        for call in self.calls:
-            parameters |= call.parameters if isinstance(call, ConvolutionCall) else {}
+        parameters |= self.read
         operations = tuple(self.operations)
         block_type = BlockType(self.name, "x", end, self.values, parameters, operations)
         return block_type, [graph.graph for graph in self.graphs], self._signature()
@@ -440,6 +449,12 @@ class _LayerCutter:
         if not all(mx.allclose(a, b, 1e-5, 1e-5) for a, b in zip(*found, strict=True)):
             raise self.tap.problem(", ".join(self.tap.further))
 
+    def _add_parts(self, call: PartCall) -> str:
+        """Add what computes all parts of the layer's input. Returns the name of one of them."""
+        parts = [one for one in self.calls if isinstance(one, PartCall)]
+        self._reach([(part.name, part.inputs[0]) for part in parts])
+        return self.names[id(call.inputs[0])]
+
     def _add_lookup(self, call: EmbeddingCall) -> str:
         """Add a look-up of the rows of tokens. Returns the output's name."""
         (numbers,) = self._reach([(f"{call.name}.in", call.inputs[0])])
@@ -472,13 +487,23 @@ class _LayerCutter:
         q, k, v = self._reach(list(zip(keys, call.inputs, strict=True)))
         output, source = f"attention{count}.out", getattr(self.tap.layer, "source", None)
         of = "" if source is None else f"{self.taps.path}.{source}"
-        how = (call.scale, self.window, call.cap, of)
+        sinks = "" if call.sinks is None else self._sinks(call.sinks)
+        how = (call.scale, self.window, call.cap, of, sinks)
         self.operations.append(Attention((q, k, v), (output,), *how))
         return output
+
+    def _sinks(self, sinks: mx.array) -> str:
+        """The parameter that an attention's sinks are."""
+        name = self.names_of_own.get(id(sinks))
+        if name is None:
+            raise BundleError("attention sinks are computed; such models are not supported")
+        self.read[name] = self.parameters[name]
+        return f"@{name}"
 
     def _add_convolution(self, call: ConvolutionCall) -> str:
         """Add a convolution. Returns the output's name."""
         (source,) = self._reach([(f"{call.name}.in", call.inputs[0])])
+        self.read |= call.parameters
         read = (source, *(f"@{name}" for name in call.parameters))
         output, (width, *_) = f"{call.name}.out", next(iter(call.parameters.values()))[1:]
         self.operations.append(Convolution(read, (output,), width))
@@ -487,7 +512,7 @@ class _LayerCutter:
     def _add_delta(self, call: DeltaCall) -> str:
         """Add a gated delta rule. Returns the output's name."""
         count = sum(isinstance(operation, GatedDelta) for operation in self.operations)
-        keys = [f"delta{count}.{part}" for part in _PARTS[0]]
+        keys = [f"delta{count}.{part}" for part in _READ]
         q, k, v, decay, beta = self._reach(list(zip(keys, call.inputs, strict=True)))
         output = f"delta{count}.out"
         self.operations.append(GatedDelta((q, k, v, decay, beta), (output,)))
@@ -499,7 +524,7 @@ class _LayerCutter:
         x, weights, chosen = self._reach(list(zip(keys, call.inputs, strict=True)))
         output = f"{call.name}.out"
         gate, up, down = (f"{call.name}.{part}_proj" for part in ("gate", "up", "down"))
-        inputs, how = (x, weights, chosen), (call.count, call.activation)
+        inputs, how = (x, weights, chosen), (call.count, call.activation, call.biased)
         self.operations.append(Experts(inputs, (output,), gate, up, down, *how))
         return output
 
@@ -513,13 +538,18 @@ class _LayerCutter:
             for key, array in fresh:
                 self.names[id(array)] = key
                 self.values[key] = self._symbolic(array)
-            graph = self._stage(f"{self.name}.{len(self.graphs)}", [key for key, _ in fresh])
+            places = [self.places.get(id(array)) for _, array in fresh]
+            graph = self._stage([key for key, _ in fresh], places)
             self.operations.append(graph.operation)
             self.graphs.append(graph)
         return [self.names[id(array)] for _, array in inputs]
 
-    def _stage(self, name: str, targets: list[str]) -> CutGraph:
-        """The graph that computes inputs of the next tap from the outputs of those before it."""
+    def _stage(self, targets: list[str], places: list[tuple[int, int] | None]) -> CutGraph:
+        """The graph that computes inputs of taps, or the result, from the outputs before them.
+
+        places: which call reads each target, and as which of its inputs; None for the result.
+        """
+        name = f"{self.name}.{len(self.graphs)}"
         available, hidden = list(self.outputs), self.values["x"]
         sources = {"x": hidden, **{key: self.values[key] for key in available}}
 
@@ -531,9 +561,7 @@ class _LayerCutter:
                 outputs[index] = given.get(key, outputs[index])
             _set_parameters(self.tap.layer, given)
             calls, out = self._run(x, outputs, position)
-            if targets == ["out"]:
-                return [out]
-            return [calls[len(available)].inputs[_part(target)] for target in targets]
+            return [out if at is None else calls[at[0]].inputs[at[1]] for at in places]
 
         return cut_graph(
             name, sources, self.parameters, targets, self.values, stage, self.taps.probe
@@ -541,12 +569,6 @@ class _LayerCutter:
 
     def _symbolic(self, array: mx.array) -> Shape:
         return tuple(T if size == self.taps.probe else size for size in array.shape)
-
-
-def _part(target: str) -> int:
-    """The index of a value among a tap's inputs; that of a product is its only one."""
-    last = target.rpartition(".")[2]
-    return next((parts.index(last) for parts in _PARTS if last in parts), 0)
 
 
 def _length(given: Mapping[str, mx.array], shapes: dict[str, Shape]) -> int:

@@ -19,11 +19,12 @@ from runtime.operations.values import Shape, T, is_parameter, shape_at, token_ax
 
 TRIAL_TOKENS = 8  # in each half of the sequence that the function is tried on
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # how close equal values are; GELU and its tanh form differ by 5e-4
-GATE_SCALE = 10.0  # of the gate's random values: they reach far into both flat ends of f
+GATE_SCALE = 10.0  # of the random values: they reach far into both flat ends of f
 
-ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
-    "silu": nn.silu,
-    "gelu_tanh": nn.gelu_approx,
+Gate = Callable[[mx.array, mx.array], mx.array]
+GATES: dict[Activation, Gate] = {
+    "silu": lambda g, u: nn.silu(g) * u,
+    "gelu_tanh": lambda g, u: nn.gelu_approx(g) * u,
 }
 
 
@@ -98,19 +99,17 @@ def gated_activation(forward: Function, vjp: Function, shape: tuple[int, ...]) -
         forward: takes (g, u), each of `shape`, and returns one array of it.
         vjp: takes (g, u, dy) and returns the gradients of g and u.
     """
+    found = (name for name, gate in GATES.items() if computes(gate, forward, vjp, shape))
+    return next(found, "")
+
+
+def computes(gate: Gate, forward: Function, vjp: Function, shape: tuple[int, ...]) -> bool:
+    """Whether `forward` and `vjp` compute values and gradients of a gate, see above."""
     keys = mx.random.split(mx.random.key(0), 3)
     g, u, dy = (mx.random.normal(shape, key=key) for key in keys)
-    g = GATE_SCALE * g
-    results = [*forward(g, u), *vjp(g, u, dy)]
-    for name, activation in ACTIVATIONS.items():
-        values, gradients = mx.vjp(_gate(activation), [g, u], [dy])
-        if _equal(results, [*values, *gradients]):
-            return name
-    return ""
-
-
-def _gate(activation: Callable[[mx.array], mx.array]) -> Callable[[mx.array, mx.array], mx.array]:
-    return lambda g, u: activation(g) * u
+    g, u = GATE_SCALE * g, GATE_SCALE * u
+    values, gradients = mx.vjp(gate, [g, u], [dy])
+    return _equal([*forward(g, u), *vjp(g, u, dy)], [*values, *gradients])
 
 
 def _of_tokens(shape: Shape, tokens: slice) -> tuple[slice, ...]:

@@ -14,8 +14,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from export.cut.tape import MASK, AttentionCall, DeltaCall, Tape
+from export.cut.tape import MASK, AttentionCall, DeltaCall, PartCall, Tape
 from export.sources import capped
+from export.sources.stream import Stream
 from runtime.core.errors import BundleError
 
 Replacement = tuple[Any, str, Any]  # a module, the name of a function there, and the stand-in
@@ -40,6 +41,7 @@ def stand_ins(
     return [
         (mx.fast, "scaled_dot_product_attention", attention),
         (capped, "attention", attention),
+        (Stream, "split", _split(tape)),
         *((module, "gated_delta_update", _delta(tape)) for module in _with("gated_delta_update")),
         (mx, "pad", _pad(tape)),
         (mx, "concatenate", _concatenate(tape)),
@@ -86,11 +88,12 @@ def _attention(tape: Tape, cuts: bool) -> Callable[..., mx.array]:
         scale: float,
         mask: Any = None,
         cap: float | None = None,
+        sinks: mx.array | None = None,
         **rest: Any,
     ) -> mx.array:
         if given := sorted(name for name, value in rest.items() if value is not None):
             raise BundleError(
-                f"attention takes {', '.join(given)} besides q, k, v, scale and mask; such "
+                f"attention takes {', '.join(given)} besides q, k, v, scale, mask and sinks; such "
                 "models are not supported"
             )
         if not cuts:
@@ -100,9 +103,24 @@ def _attention(tape: Tape, cuts: bool) -> Callable[..., mx.array]:
                 "attention is given another mask than its layer; such models are not supported"
             )
         output = tape.output((*q.shape[:-1], v.shape[-1]))
-        return tape.record(AttentionCall("attention", (q, k, v), output, float(scale), cap))
+        return tape.record(AttentionCall("attention", (q, k, v), output, float(scale), cap, sinks))
 
     return attention
+
+
+def _split(tape: Tape) -> Callable[[Stream, mx.array], dict[str, mx.array]]:
+    plain = Stream.split
+
+    def split(stream: Stream, x: mx.array) -> dict[str, mx.array]:
+        parts = plain(stream, x)
+        if len(parts) == 1:
+            return parts
+        return {
+            name: tape.record(PartCall(name, (part,), tape.output(tuple(part.shape))))
+            for name, part in parts.items()
+        }
+
+    return split
 
 
 def _delta(tape: Tape) -> Callable[..., tuple[mx.array, None]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from runtime.operations.elementwise import Activation
+from runtime.operations.experts import Activation
 
 MASK = "causal"  # the mask of a layer while it is cut
 
@@ -37,6 +37,10 @@ class EmbeddingCall(Call):
     of_model: bool
 
 
+class PartCall(Call):
+    """A part of the layer's input, which the model takes apart; the output stands for it."""
+
+
 class LayerCall(Call):
     """A whole transformer layer, named by its index."""
 
@@ -50,10 +54,11 @@ class LinearCall(Call):
 
 @dataclass(frozen=True)
 class AttentionCall(Call):
-    """Scaled dot-product attention of (q, k, v), whose scores may be capped."""
+    """Scaled dot-product attention of (q, k, v), whose scores may be capped, or meet sinks."""
 
     scale: float
     cap: float | None
+    sinks: mx.array | None
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class ExpertsCall(Call):
 
     count: int
     activation: Activation
+    biased: bool
 
 
 class Tape:

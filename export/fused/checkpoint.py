@@ -75,7 +75,8 @@ def write_checkpoint(
     stored = _stored_tensors(model)
     sizes = {name: math.prod(tensor.shape) * item for name, tensor in stored.items()}
     tokenizer = model.tokenizer_files()
-    config = transformers_config(model.family, model.config, dtype)
+    model_type = None if inside else model.provenance.get("model_type")
+    config = transformers_config(model.family, model.config, dtype, model_type)
     if model.digests:
         config[IN_CONFIG] = model.digests
     with FolderWriter(output, force, CONFIG, "checkpoint", _belongs) as writer:

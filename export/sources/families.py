@@ -191,11 +191,14 @@ def completed_config(family: str, config: dict[str, Any], where: str = "config")
     return {**plain, **config}
 
 
-def transformers_config(family: str, config: dict[str, Any], dtype: str) -> dict[str, Any]:
+def transformers_config(
+    family: str, config: dict[str, Any], dtype: str, model_type: str | None = None
+) -> dict[str, Any]:
     """The content of config.json for a normalised configuration, so that transformers reads it too.
 
     Settings that the configuration leaves out are written as mlx-lm's model takes them: the
-    defaults of transformers are others in places. `dtype` is the type of the weights.
+    defaults of transformers are others in places. `dtype` is the type of the weights, `model_type`
+    the source's: mlx-lm has one class for several types.
     """
     settings = {
         key: value
@@ -210,9 +213,10 @@ def transformers_config(family: str, config: dict[str, Any], dtype: str) -> dict
             del settings["sliding_window_pattern"]
     # transformers reads the first name up to 4.55, and both after that
     types = {"torch_dtype": dtype, "dtype": dtype}
-    named = {"architectures": [name for name in (model_class(family),) if name]}
-    whole = {**named, **settings, **types}
     text_type = next((text for text, outer in TEXT_TYPES.items() if outer == family), None)
+    kind = family if text_type or not model_type else model_type
+    named = {"architectures": [name for name in (model_class(kind),) if name]}
+    whole = {**named, **settings, "model_type": kind, **types}
     if text_type is None:
         return whole
     text = {**settings, "model_type": text_type, **types}

@@ -10,7 +10,6 @@ second embedding, and the rows of its projection, that are its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -19,34 +18,12 @@ from mlx_lm.models import gemma4_text
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.gemma4_text import ModelArgs as ModelArgs
 
+from export.sources.stream import Stream
+
 HIDDEN, TOKEN = "hidden", "token"
 TABLE = "embed_tokens_per_layer"
 _OF_LAYERS = {TABLE: -1, "per_layer_model_projection": 0}  # the axis of which each has a part
 _NORM = "per_layer_projection_norm"
-
-
-@dataclass(frozen=True)
-class Stream:
-    """The columns of an array (1, T, C) between two layers: names and widths, in order."""
-
-    widths: tuple[tuple[str, int], ...]
-
-    @property
-    def columns(self) -> int:
-        return sum(width for _, width in self.widths)
-
-    def split(self, x: mx.array) -> dict[str, mx.array]:
-        """The parts of x by name."""
-        parts, first = {}, 0
-        for name, width in self.widths:
-            parts[name] = x[..., first : first + width] if len(self.widths) > 1 else x
-            first += width
-        return parts
-
-    def join(self, parts: dict[str, mx.array]) -> mx.array:
-        """The array of these parts; others are left out."""
-        chosen = [parts[name] for name, _ in self.widths]
-        return mx.concatenate(chosen, axis=-1) if len(chosen) > 1 else chosen[0]
 
 
 def sources(args: ModelArgs) -> list[int | None]:

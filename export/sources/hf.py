@@ -23,6 +23,7 @@ from export.sources.families import (
     text_config,
 )
 from export.sources.general import Made, completed, shifts, tensors_made
+from export.sources.gpt_oss import with_experts_apart
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
 from export.sources.safetensors_files import (
     FLOAT_TYPES,
@@ -235,8 +236,8 @@ def _language_model(
         stored[name] = tensor
     expected = parameter_shapes(model)
     made = {name: [Made(name, 0, tensor.flat().shape[0])] for name, tensor in stored.items()}
-    tensors = dict[str, AnyTensor](stored)
-    if not stored.keys() >= expected.keys() - {f"{_HEAD}.weight"}:
+    tensors = with_experts_apart(stored)
+    if not tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}:
         made = tensors_made(model, {name: tensor.shape for name, tensor in stored.items()}, where)
         tensors = {name: _joined(stored, parts) for name, parts in made.items()}
     elif any(stored[name].shape != shape for name, shape in expected.items() if name in stored):

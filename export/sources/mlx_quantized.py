@@ -35,7 +35,7 @@ class Layout:
 def _all_floats(tensors: Mapping[str, AnyTensor]) -> bool:
     """Whether these are plain weights, though a configuration may still speak of quantization."""
     return all(
-        tensor.dtype in FLOAT_TYPES and name.endswith((".weight", ".bias", ".inv_freq"))
+        tensor.dtype in FLOAT_TYPES and name.endswith((".weight", ".bias", ".sinks", ".inv_freq"))
         for name, tensor in tensors.items()
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import ml_dtypes  # noqa: F401  (imported, it gives NumPy the bfloat16 that safetensors asks for)
 import numpy as np
@@ -24,7 +24,8 @@ from runtime.core.files import read_small
 
 INDEX = "model.safetensors.index.json"
 _MOST_JSON_BYTES = 64 << 20  # far above any index of tensors
-FLOAT_TYPES = ("F32", "F16", "BF16")  # safetensors' names
+MXFP4 = "MXFP4"  # of blocks and scales, which are read as floats
+FLOAT_TYPES = ("F32", "F16", "BF16", MXFP4)  # the first are safetensors' names
 _READ_AS = {"F32": np.float32, "F16": np.float16, "BF16": np.float32, "U32": np.uint32}
 
 
@@ -89,6 +90,13 @@ class StoredTensor:
         rows = rows.astype(read_as, copy=False)
         return rows.astype(np.float32) + np.float32(self.shift) if self.shift else rows
 
+    def inside(self, number: int, *where: slice) -> npt.NDArray[Any]:
+        """A part of one of the arrays that a tensor is a stack of, as the file has it."""
+        part: npt.NDArray[Any] = self._file.get_slice(self.name)[
+            (slice(number, number + 1), *where)
+        ][0]
+        return part
+
     def _rows_of_stacked(self, view: Any, start: int, stop: int) -> npt.NDArray[Any]:
         parts = []
         for number in range(start // self.inner, -(-stop // self.inner)):
@@ -98,11 +106,29 @@ class StoredTensor:
         return np.concatenate(parts)
 
 
+class Readable(Protocol):
+    """A tensor, or what is made of one, that is read by rows: see `StoredTensor`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def rows(self, start: int, stop: int) -> npt.NDArray[Any]: ...
+
+
+class AnyTensor(Readable, Protocol):
+    """One that can be a matrix of a model."""
+
+    def flat(self) -> AnyTensor: ...
+
+
 @dataclass(frozen=True)
 class JoinedTensor:
-    """Matrices of files, or parts of such, one below the other: see `StoredTensor`."""
+    """Matrices of files, or parts of such, one below the other."""
 
-    parts: tuple[StoredTensor, ...]
+    parts: tuple[Readable, ...]
 
     @property
     def name(self) -> str:
@@ -130,9 +156,6 @@ class JoinedTensor:
                 found.append(part.rows(first, last))
             top += part.shape[0]
         return np.concatenate(found) if found else self.parts[0].rows(0, 0)
-
-
-AnyTensor = StoredTensor | JoinedTensor
 
 
 class SafetensorsFile:

@@ -22,7 +22,7 @@ _LOADED_AS: Mapping[str, tuple[tuple[str, str], ...]] = {
         *((".c_fc_0", ".gate_proj"), (".c_fc_1", ".up_proj"), (".mlp.c_proj", ".mlp.down_proj")),
     ),
     "granitemoe": ((".router.layer", ".router"),),
-    "mixtral": ((".block_sparse_moe.", ".mlp."),),
+    **dict.fromkeys(("minimax", "mixtral"), ((".block_sparse_moe.", ".mlp."),)),
 }
 
 

@@ -98,11 +98,14 @@ class Arrays(Protocol):
     def times(self, x: mx.array, factor: mx.array) -> mx.array:
         """x times a factor of its shape; x is consumed."""
 
-    def evaluate(self, results: Sequence[mx.array], working_bytes: int = 0) -> None:
+    def evaluate(
+        self, results: Sequence[mx.array], working_bytes: int = 0, within_plan: bool = False
+    ) -> None:
         """Evaluate results one after another, with at most `working_bytes` in use besides them.
 
         Together, a later result's arrays would be allocated before an earlier one's are freed.
-        MLX may take more where a single operation needs more.
+        MLX may take more where a single operation needs more; and with `within_plan` while all that
+        is in use is less than is planned at the peak.
         """
 
 
@@ -215,11 +218,13 @@ class CpuArrays:
         np.multiply(values, view(factor), out=values)
         return x
 
-    def evaluate(self, results: Sequence[mx.array], working_bytes: int = 0) -> None:
+    def evaluate(
+        self, results: Sequence[mx.array], working_bytes: int = 0, within_plan: bool = False
+    ) -> None:
         sizes = [result.nbytes for result in results]
         # MLX passes the bound by one operation, since it compares before it allocates
         largest = max(sizes, default=0)
-        with bounded_run_ahead(sum(sizes) + max(working_bytes - largest, 0)):
+        with bounded_run_ahead(sum(sizes) + max(working_bytes - largest, 0), within_plan):
             for result in results:
                 mx.eval(result)
 
@@ -308,7 +313,9 @@ class GpuArrays:
     def times(self, x: mx.array, factor: mx.array) -> mx.array:
         return x * factor
 
-    def evaluate(self, results: Sequence[mx.array], working_bytes: int = 0) -> None:
+    def evaluate(
+        self, results: Sequence[mx.array], working_bytes: int = 0, within_plan: bool = False
+    ) -> None:
         for result in results:
             self.settle(result)
 

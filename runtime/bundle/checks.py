@@ -59,7 +59,7 @@ def check_manifest(manifest: Manifest) -> None:
     for name, extent in manifest.vectors.items():
         _check_extent(name, extent)
         require(extent.dtype == "float32", f"{name}: vectors are float32, not {extent.dtype}")
-        require(len(extent.shape) in (1, 3), f"{name}: a vector of shape {extent.shape}")
+        require(1 <= len(extent.shape) <= 3, f"{name}: a vector of shape {extent.shape}")
     _check_layout(manifest)
     count, types = len(manifest.blocks), len(manifest.block_types)
     require(count <= MAX_BLOCKS, f"{count} blocks, at most {MAX_BLOCKS}")

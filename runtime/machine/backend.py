@@ -308,8 +308,11 @@ def limit_memory(device: str, live_bytes: int, cache_bytes: int) -> None:
 
 
 @contextmanager
-def bounded_run_ahead(more_bytes: int) -> Iterator[None]:
+def bounded_run_ahead(more_bytes: int, within_plan: bool = False) -> Iterator[None]:
     """Let MLX allocate until it holds `more_bytes` more than now, or what it always may.
+
+    With `within_plan` it may allocate until it holds what a plan has in use at its peak: of small
+    arrays, which leave no large holes in the heap.
 
     MLX allocates for up to ten operations before the first of them has run, unless its memory limit
     is reached. On a CPU such a limit may not hold all the time, since MLX waits by spinning where
@@ -322,7 +325,7 @@ def bounded_run_ahead(more_bytes: int) -> Iterator[None]:
     import mlx.core as mx
 
     ahead = max(more_bytes, int(AHEAD * _planned[0]), LEAST_AHEAD_BYTES)
-    bound = mx.get_active_memory() + ahead
+    bound = max(mx.get_active_memory() + ahead, _planned[0] if within_plan else 0)
     before = mx.set_memory_limit(bound)
     try:
         if before < bound:

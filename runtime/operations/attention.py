@@ -6,21 +6,58 @@ count distances too.
 
 Prefix tuning gives it further keys and values, which every token sees, whatever its row, its
 position and the window.
+
+For decoding the lowering replaces it by `CachedAttention`, to new tokens and to a key-value cache.
+The cache is a ring: the key of the token at position p lies in slot p modulo the number of slots.
+So a layer with a window keeps no more tokens than its window, and a chunk of a prompt besides.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 from runtime.arrays.stored import pages
 from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
-from runtime.operations.cached_attention import CachedAttention, prefix_bytes, prefix_of, slots_of
 from runtime.operations.logits import check_cap
-from runtime.operations.values import F32, Shape, T, shape_at
+from runtime.operations.values import CHUNK_TOKENS, F32, Shape, T, is_parameter, shape_at
 
 STARTS = "@starts"  # the value that packed sequences have besides (no program can name it so)
 START_BYTES = 4  # of each token's: the position at which its row starts
+
+
+def slots_of(context: int, window: int | None) -> int:
+    """How many tokens' keys a cache holds for a context of so many tokens.
+
+    A chunk that begins within the context may end beyond it, since the last chunk of a prompt is
+    padded; and while its last token is written, its first one still reads its whole window.
+    """
+    seen = context if window is None else min(context, window)
+    return seen + CHUNK_TOKENS - 1
+
+
+def prefix_bytes(
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    queries: int,
+    rows: int,
+    back: bool,
+    capped: bool,
+) -> int:
+    """Bytes that a prefix of so many rows takes while so many queries attend to it.
+
+    These are the scores and probabilities, in the backward their gradients and the slopes of a cap,
+    the prefix's part of the output or to the gradient of the queries, and the prefix by heads, with
+    its gradient.
+    """
+    if not rows:
+        return 0
+    scores = q[1] * queries * rows * (4 + capped if back else 2)
+    added = q[1] * queries * max(q[3], v[3])
+    held = rows * (k[1] * k[3] + v[1] * v[3]) * (3 if back else 1)
+    return (scores + added + held) * F32
 
 
 class Attention(Function, frozen=True):
@@ -28,7 +65,8 @@ class Attention(Function, frozen=True):
 
     A token attends to itself and to earlier tokens of its row; with `window`, to the last `window`
     of these. With `cap` the scores are cap tanh(q k^T scale / cap). k and v are those of the
-    attention of this name in the block `cache_of`, if one is named.
+    attention of this name in the block `cache_of`, if one is named. `sinks` is a parameter (H,), a
+    further score of each head without a value, or empty.
     """
 
     inputs: tuple[str, str, str]
@@ -37,11 +75,18 @@ class Attention(Function, frozen=True):
     window: int | None = None
     cap: float | None = None
     cache_of: str = ""
+    sinks: str = ""
+
+    takes_parameters: ClassVar[bool] = True
+
+    @property
+    def inputs_read(self) -> tuple[str, ...]:
+        return (*self.inputs, self.sinks) if self.sinks else self.inputs
 
     @property
     def prefix(self) -> str:
         """The name of its prefix, relative to the block."""
-        return prefix_of(self.outputs[0])
+        return self.outputs[0].removesuffix(".out")
 
     @property
     def prefixable(self) -> tuple[str, ...]:
@@ -64,9 +109,9 @@ class Attention(Function, frozen=True):
 
         A window has a ring of its own: the other block's has gone on to later chunks by then.
         """
-        slots, given = slots_of(context, self.window), (self.inputs, self.outputs, self.scale)
-        shared = self.cache_of if self.window is None else ""
-        return CachedAttention(*given, self.window, slots, self.cap, shared)
+        of = self.cache_of if self.window is None else ""
+        own = (self.inputs, self.outputs, self.scale, self.window, self.cap, of, self.sinks)
+        return CachedAttention(*own, slots=slots_of(context, self.window))
 
     def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
         return frozenset((*self.inputs, *self.outputs, *self.statistics))
@@ -113,6 +158,7 @@ class Attention(Function, frozen=True):
             whole += 0 if self.cap is None else (7 if call.backward else 3) * scores
             capped, back = self.cap is not None, call.backward
             whole += prefix_bytes(q, k, v, rows, execution.prefix, back, capped)
+            whole += 3 * row if self.sinks else 0
         return whole
 
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
@@ -139,8 +185,55 @@ class Attention(Function, frozen=True):
         require(self.scale > 0 and math.isfinite(self.scale), f"{where}: scale {self.scale}")
         require(self.window is None or self.window > 0, f"{where}: window {self.window}")
         check_cap(where, self.cap)
+        good = not self.sinks or (is_parameter(self.sinks) and parameters[self.sinks[1:]] == q[1:2])
+        require(good, f"{where}: sinks {self.sinks}")
 
     def describe(self, values: Mapping[str, Shape]) -> str:
         window = "" if self.window is None else f" (window {self.window})"
         cap = "" if self.cap is None else f" (cap {self.cap:g})"
-        return f"attention{window}{cap} -> " + "x".join(map(str, values[self.outputs[0]][1:]))
+        sinks = " (sinks)" if self.sinks else ""
+        return f"attention{window}{cap}{sinks} -> " + "x".join(
+            map(str, values[self.outputs[0]][1:])
+        )
+
+
+class CachedAttention(Attention, frozen=True, kw_only=True):
+    """The same for new q, and k, v of new and of past tokens; never in a bundle.
+
+    `slots` are those of the cache: (1, K, slots, D) for keys and for values. That of the block
+    `cache_of`, if one is named, holds the new k and v already.
+    """
+
+    slots: int
+
+    @property
+    def cache(self) -> tuple[str, str]:
+        """The names of the past keys and values."""
+        return f"{self.outputs[0]}.keys", f"{self.outputs[0]}.values"
+
+    def cached(self, values: Mapping[str, Shape]) -> Mapping[str, tuple[int, ...]]:
+        _, *sources = self.inputs
+        if self.cache_of:
+            return {}
+        return {
+            name: shape_at(values[source], self.slots)
+            for name, source in zip(self.cache, sources, strict=True)
+        }
+
+    @property
+    def borrowed(self) -> Mapping[str, str]:
+        return dict.fromkeys(self.cache, self.cache_of) if self.cache_of else {}
+
+    def working_bytes(self, call: Call, execution: Execution) -> int:
+        """The scores of all slots, their mask and probabilities, the queries, and copied keys."""
+        q, k, v = (shape_at(call.values[name], call.tokens) for name in self.inputs)
+        mask = call.tokens * self.slots * F32
+        scores = int(q[1]) * mask
+        query_bytes = math.prod(q) * F32
+        copied = max(shape[1] * shape[3] for shape in (k, v)) * self.slots * F32
+        prefix = prefix_bytes(q, k, v, call.tokens, execution.prefix, False, self.cap is not None)
+        return mask + 2 * scores + query_bytes + copied + prefix
+
+    def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
+        q, k, _ = (shape_at(values[name], execution.bucket) for name in self.inputs)
+        return q[1] // k[1] * execution.bucket

@@ -27,7 +27,15 @@ from runtime.arrays.arrays import Arrays, row_sums
 from runtime.arrays.values import Gradients, Loras, Values, accumulate
 from runtime.operations.attention import STARTS, Attention
 from runtime.operations.kernel import Run, Tools
-from runtime.operations.prefix_kernel import Prefix, by_head, prefix_rows, transposed, watch_keys
+from runtime.operations.prefix_kernel import (
+    Prefix,
+    attended,
+    by_head,
+    prefix_rows,
+    scores_of,
+    transposed,
+    watch_keys,
+)
 
 MASKED = -1e30  # added to a score, which vanishes in its rounding
 Starts = npt.NDArray[np.int32]
@@ -51,12 +59,6 @@ class AttentionBlocks:
                 first = max(first, int(starts[start]))
             yield start, stop, first, _mask(start, stop, first, window, starts)
 
-    def _scores(self, q: mx.array, k: mx.array, scale: float, cap: float | None) -> mx.array:
-        """The scores (K, R, t, n) of queries (K, R, t, D) without a mask, evaluated."""
-        s = by_head(q * scale, k.swapaxes(-1, -2))
-        self.arrays.settle(s)
-        return s if cap is None else self.arrays.capped(s, cap)
-
     def forward(
         self,
         q: mx.array,
@@ -67,6 +69,7 @@ class AttentionBlocks:
         starts: Starts | None = None,
         prefix: Prefix | None = None,
         cap: float | None = None,
+        sinks: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Attend.
 
@@ -75,6 +78,7 @@ class AttentionBlocks:
             starts: where each token's row starts, in a sequence of packed rows.
             prefix: further keys and values, which all queries see.
             cap: of the scores.
+            sinks: a further score (H,) of each head, which has no value.
         Returns:
             out (1, H, T, D) and the log-sum-exp of every row of scores (K, H/K, T, 1).
         """
@@ -82,28 +86,12 @@ class AttentionBlocks:
         _, heads, tokens, width = q.shape
         groups = k.shape[1]
         grouped = q.reshape(groups, heads // groups, tokens, width)
+        sinks = None if sinks is None else sinks.reshape(groups, -1, 1, 1)
         joined, sums = _Joined(tokens, arrays), _Joined(tokens, arrays)
         for start, stop, first, mask in self._blocks(tokens, window, starts):
-            keys = k[0, :, None, first:stop]
-            s = self._scores(grouped[:, :, start:stop], keys, scale, cap)
-            arrays.add_to(s, ..., mask)
-            top = arrays.row_max(s)
-            if prefix is not None:
-                further = prefix.scores(grouped[:, :, start:stop], scale, cap)
-                top = mx.maximum(top, arrays.row_max(further))
-                arrays.settle(top)
-            p = arrays.exp_below(s, top)
-            total = row_sums(p)
-            out = by_head(p, v[0, :, None, first:stop])
-            if prefix is not None:
-                weights = arrays.exp_below(further, top)
-                total, out = total + row_sums(weights), out + prefix.output(weights)
-                arrays.settle(total, out)
-                del further, weights
-            out = out / total
-            lse = top + mx.log(total)
-            del s, p
-            arrays.settle(out, lse)
+            keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
+            rows = grouped[:, :, start:stop]
+            out, lse = attended(rows, keys, values, scale, mask, arrays, prefix, cap, sinks)
             joined.put(start, out)
             sums.put(start, lse)
             del out, lse
@@ -147,7 +135,7 @@ class AttentionBlocks:
             d_rows = d_grouped[:, :, start:stop]
             inner = row_sums(d_rows * outputs[:, :, start:stop])
             arrays.settle(inner)
-            s = self._scores(rows, keys, scale, cap)
+            s = scores_of(rows, keys, scale, cap, arrays)
             slope = None if cap is None else arrays.cap_slope(s, cap)
             arrays.add_to(s, ..., mask)
             p = arrays.exp_below(s, lse[:, :, start:stop])
@@ -228,7 +216,10 @@ class AttentionKernel:
             watch_keys(own, operation.prefix, k, v, self.tools.arrays)
             prefix = Prefix.of(own.get(operation.prefix), k.shape[1], self.tools.arrays)
             starts, cap = starts_of(values), operation.cap
-            out, sums = self.blocks.forward(q, k, v, scale, window, starts, prefix, cap)
+            sinks = None
+            if operation.sinks:
+                sinks = self.tools.argument(run.block, operation.sinks, values, own)
+            out, sums = self.blocks.forward(q, k, v, scale, window, starts, prefix, cap, sinks)
             self.tools.arrays.settle(out, sums)
             values[operation.outputs[0]] = out
             for name in run.instruction.statistics:

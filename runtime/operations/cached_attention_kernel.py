@@ -12,11 +12,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays, row_sums
+from runtime.arrays.arrays import Arrays
 from runtime.arrays.values import Gradients, Loras, Values
-from runtime.operations.cached_attention import CachedAttention
+from runtime.operations.attention import CachedAttention
 from runtime.operations.kernel import Run, Tools
-from runtime.operations.prefix_kernel import Prefix
+from runtime.operations.prefix_kernel import Prefix, attended
 from runtime.operations.values import POSITION
 
 MASKED = -1e30  # added to a score, which vanishes in its rounding
@@ -52,6 +52,7 @@ class Ring:
         window: int | None,
         prefix: Prefix | None = None,
         cap: float | None = None,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         """out (1, H, T, E) of the queries q (1, H, T, D) of the tokens from `position` on.
 
@@ -61,31 +62,11 @@ class Ring:
         _, heads, tokens, width = q.shape
         groups = self.keys.shape[1]
         places = self.positions(position + tokens)
+        keys, values = (ring[0, :, None, : len(places)] for ring in (self.keys, self.values))
+        rows = q.reshape(groups, heads // groups, tokens, width)
         mask = _mask(places, position, tokens, window)
-        used = len(places)
-        rows = (q * scale).reshape(groups, heads // groups * tokens, width)
-        s = rows @ self.keys[0, :, :used].swapaxes(-1, -2)
-        s = s.reshape(groups, heads // groups, tokens, used)
-        self.arrays.settle(s)
-        if cap is not None:
-            s = self.arrays.capped(s, cap)
-        if mask is not None:
-            self.arrays.add_to(s, ..., mask)
-        top = self.arrays.row_max(s)
-        if prefix is not None:
-            further = prefix.scores(q.reshape(groups, heads // groups, tokens, width), scale, cap)
-            top = mx.maximum(top, self.arrays.row_max(further))
-            self.arrays.settle(top)
-        p = self.arrays.exp_below(s, top)
-        del s
-        total = row_sums(p)
-        out = p.reshape(groups, -1, used) @ self.values[0, :, :used]
-        out = out.reshape(groups, heads // groups, tokens, -1)
-        if prefix is not None:
-            weights = self.arrays.exp_below(further, top)
-            total, out = total + row_sums(weights), out + prefix.output(weights)
-        out = out / total
-        self.arrays.settle(out)
+        sinks = None if sinks is None else sinks.reshape(groups, -1, 1, 1)
+        out, _ = attended(rows, keys, values, scale, mask, self.arrays, prefix, cap, sinks)
         return out.reshape(1, heads, tokens, -1)
 
 
@@ -130,8 +111,11 @@ class CachedAttentionKernel:
             if not operation.cache_of:
                 ring.write(k, v, position)
             prefix = Prefix.of(own.get(operation.prefix), k.shape[1], self.tools.arrays)
-            scale, window = operation.scale, operation.window
-            out = ring.attend(q, position, scale, window, prefix, operation.cap)
+            sinks = None
+            if operation.sinks:
+                sinks = self.tools.argument(run.block, operation.sinks, values, own)
+            scale, window, cap = operation.scale, operation.window, operation.cap
+            out = ring.attend(q, position, scale, window, prefix, cap, sinks)
             values[operation.outputs[0]] = out
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:

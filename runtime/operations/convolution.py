@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from runtime.arrays.stored import pages
+from runtime.operations.attention import slots_of
 from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
-from runtime.operations.cached_attention import slots_of
 from runtime.operations.values import Shape, is_parameter, shape_at
 
 MOST_WIDTH = 64  # of a filter: each token is multiplied so often

@@ -93,7 +93,7 @@ class ConvolutionKernel:
     def parameters(self, run: Run, loras: Loras) -> tuple[mx.array, mx.array | None]:
         """w (C, width, 1), and b (C,) where there is one, as a lane sees them."""
         _, *names = run.operation(Convolution).inputs
-        w, *bias = (self.tools.vector(run.block.tensor(name[1:]), loras) for name in names)
+        w, *bias = (self.tools.argument(run.block, name, {}, loras) for name in names)
         return w, bias[0] if bias else None
 
 

@@ -17,8 +17,6 @@ from runtime.operations.kernel import Run, Tools
 from runtime.operations.program import Program
 from runtime.operations.values import gradient_of, graph_key, is_parameter, shape_at, token_axis
 
-BOUNDED_BYTES = 1 << 21  # of a tile's intermediates, from which on MLX must not run ahead
-
 
 @dataclass(frozen=True)
 class ElementwiseKernel:
@@ -29,7 +27,7 @@ class ElementwiseKernel:
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation = run.operation(Elementwise)
         for values, lora in zip(lanes, loras, strict=True):
-            arguments = [self._argument(run, name, values, lora) for name in operation.inputs]
+            arguments = [self.tools.argument(run.block, n, values, lora) for n in operation.inputs]
             results = self.results(
                 operation, run.program, "forward", arguments, run.instruction.wanted, run.tokens
             )
@@ -41,14 +39,10 @@ class ElementwiseKernel:
             if gradient_of(name) not in values:
                 shape = shape_at(run.program.values[name], run.tokens)
                 values[gradient_of(name)] = mx.zeros(shape, self.tools.dtype)
-        arguments = [self._argument(run, name, values, loras) for name in operation.vjp_inputs]
+        read = operation.vjp_inputs
+        arguments = [self.tools.argument(run.block, name, values, loras) for name in read]
         wanted = run.instruction.wanted
         return self.results(operation, run.program, "vjp", arguments, wanted, run.tokens)
-
-    def _argument(self, run: Run, name: str, values: Values, loras: Loras) -> mx.array:
-        if is_parameter(name):
-            return self.tools.vector(run.block.tensor(name[1:]), loras)
-        return values[name]
 
     def results(
         self,
@@ -94,10 +88,7 @@ class ElementwiseKernel:
             results = dict(zip(made, graphs.call(key, sliced), strict=True))
             del sliced
             computed, working_bytes = [results[name] for name in own], graphs.workspace_bytes(key)
-            if working_bytes < BOUNDED_BYTES:  # what MLX allocates ahead does not matter
-                self.tools.arrays.settle(computed)
-            else:
-                self.tools.arrays.evaluate(computed, working_bytes)
+            self.tools.arrays.evaluate(computed, working_bytes, within_plan=True)
             computed.clear()
             for name in own:
                 self.tools.arrays.put(wholes[name], _along(program, name, tile), results[name])

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from runtime.arrays.stored import Matrix, pages
 from runtime.operations.base import Call, Execution, Function, Tables, read_bytes, require
-from runtime.operations.elementwise import Activation
 from runtime.operations.gated import SCRATCH_BYTES
 from runtime.operations.sliced_mlp import MOST_TOKENS, tile_most
 from runtime.operations.values import F32, Shape, T
@@ -26,12 +25,17 @@ MOST_NUMBERED = 256  # whose numbers bfloat16 has, every one
 ROUTE_BYTES = 64  # of an expert of a token: its number, its place among all, and what sorts them
 
 
+# as of `Elementwise`; and gpt-oss's, g s(1.702 g) (u + 1) of g at most 7 and u from -7 to 7
+Activation = Literal["silu", "gelu_tanh", "clamped"]
+
+
 class Experts(Function, frozen=True):
-    """y = sum over a token's experts e of w_e (f(x G_e^T) * (x U_e^T)) D_e^T.
+    """y = sum over a token's experts e of w_e ((f(x G_e^T + b) * (x U_e^T + c)) D_e^T + d).
 
     Its inputs are x (1, T, C), the weights w (1, T, k), and the numbers of the chosen experts
     (1, T, k), distinct for each token; its output is y (1, T, D). `gate`, `up` and `down` are
-    matrices of `count` experts, relative to the block.
+    matrices of `count` experts, relative to the block. With `biased` there are b, c and d, a row
+    for each expert, under their names.
     """
 
     inputs: tuple[str, str, str]
@@ -41,6 +45,7 @@ class Experts(Function, frozen=True):
     down: str
     count: int
     activation: Activation
+    biased: bool = False
 
     runs_once_per_tile: ClassVar[bool] = True
 
@@ -58,6 +63,9 @@ class Experts(Function, frozen=True):
 
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return tensor(self.gate), tensor(self.up), tensor(self.down)
+
+    def vectors(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return tuple(f"{name}.bias" for name in self.matrices(tensor)) if self.biased else ()
 
     def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
         return frozenset(self.inputs)
@@ -83,7 +91,7 @@ class Experts(Function, frozen=True):
         return min(tokens, MOST_TOKENS, max(LEAST_TOKENS, share))
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
-        """One expert's tokens and their results, a slice's values and tiles, and who goes where.
+        """One expert's tokens and results, a slice's values and tiles, biases, and who goes where.
 
         That is counted for the most tokens that an expert takes at once, as if all went to one.
         """
@@ -95,15 +103,18 @@ class Experts(Function, frozen=True):
         outputs = tokens * down.rows * F32
         routes = call.tokens * chosen * ROUTE_BYTES
         of_down = tile_most(down, down.rows * width, execution)
+        if self.biased:
+            routes += self.count * (2 * down.columns + down.rows) * F32
+        clamped = 2 * value if self.activation == "clamped" else 0
         if not call.backward:
             of_gate = max(tile_most(one, width * one.columns, execution) for one in (gate, up))
             count = call.lanes
             summed = count * (taken + outputs + routes)
-            activated = (2 * count + 1) * value + SCRATCH_BYTES
+            activated = (2 * count + 1) * value + SCRATCH_BYTES + clamped
             multiplied = max(2 * count * value + of_gate, (count + 1) * value + of_down)
             return summed + max(activated, multiplied, 2 * outputs)
         held = sum(execution.tile_bytes(one, width * one.columns) for one in (gate, up))
-        held += max(3 * value + of_down, 5 * value + SCRATCH_BYTES)
+        held += max(3 * value + of_down, 5 * value + SCRATCH_BYTES + clamped)
         return taken + outputs + routes + inputs + max(held, 3 * inputs)
 
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
@@ -158,6 +169,10 @@ class Experts(Function, frozen=True):
             self.count > 0 and shapes == wanted,
             f"{where}: {tensor(self.gate)}, ... are {shapes}, expected {wanted}",
         )
+        biases = [tables.vectors.get(name) for name in self.vectors(tensor)]
+        expected = [(self.count, size // self.count) for size, _ in wanted]
+        shaped = [bias and bias.shape for bias in biases] == (expected if self.biased else [])
+        require(shaped, f"{where}: biases of {tensor(self.gate)}, ..., expected {expected}")
 
     def describe(self, values: Mapping[str, Shape]) -> str:
         chosen, made = values[self.inputs[2]][-1], "x".join(map(str, values[self.outputs[0]][1:]))

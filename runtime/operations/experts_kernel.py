@@ -4,9 +4,11 @@ For an expert e, its tokens t, and a slice s of its width:
 
     g = x G_s^T    u = x U_s^T    a = f(g) * u    y_t += w_te (sum over s of a D_s^T)
 
-Backward the values of a slice are recomputed, and each tile is read and dequantized once:
+with biases added to g, u and the sum. Backward the values of a slice are recomputed, and each tile
+is read and dequantized once, where d is the bias of the sum:
 
-    b = dy D_s    dw_te = sum over s of a . b    (dg, du) from w_te b    dx_t += dg G_s + du U_s
+    b = dy D_s    dw_te = dy . d + sum over s of a . b    (dg, du) from w_te b
+    dx_t += dg G_s + du U_s
 
 Experts run in the order of their numbers, and the results of a batch lane do not depend on the
 others. The reference is `tests.oracles.experts`.
@@ -101,11 +103,12 @@ class ExpertsKernel:
         rows = int(run.program.values[operation.outputs[0]][-1])
         ys = [mx.zeros((run.tokens, rows)) for _ in lanes]
         mx.eval(ys)
+        biases = self._biases(run)
         for number in range(operation.count):
             parts = [of_lane.parts(number) for of_lane in routes]
             for at in range(max(map(len, parts))):
                 taken = [lane for lane, own in enumerate(parts) if at < len(own)]
-                expert = _Expert.of(run, self.tools, number)
+                expert = _Expert.of(run, self.tools, number, biases)
                 given = [
                     mx.take(xs[lane], mx.array(parts[lane][at].tokens), axis=0) for lane in taken
                 ]
@@ -129,10 +132,12 @@ class ExpertsKernel:
         routes = Routes.of(values[chosen].squeeze(0), operation)
         dx = mx.zeros(x.shape) if source in run.instruction.wanted else None
         mx.eval(dx, dy)
+        biases = self._biases(run)
         d_weights = np.zeros(weights.shape, np.float32)
         for number in range(operation.count):
             for part in routes.parts(number):
-                expert, tokens = _Expert.of(run, self.tools, number), mx.array(part.tokens)
+                expert = _Expert.of(run, self.tools, number, biases)
+                tokens = mx.array(part.tokens)
                 w = mx.array(weights[part.tokens, part.slots])
                 pair = expert.backward(
                     mx.take(x, tokens, axis=0), w, mx.take(dy, tokens, axis=0), dx is not None
@@ -148,10 +153,15 @@ class ExpertsKernel:
             found[source] = dx[None]
         return {name: found[name] for name in run.instruction.wanted}
 
+    def _biases(self, run: Run) -> list[mx.array]:
+        """Those of gate (E, W), up (E, W) and down (E, D), or none."""
+        names = run.operation(Experts).vectors(run.block.tensor)
+        return [self.tools.vector(name, {}) for name in names]
+
 
 @dataclass(frozen=True)
 class _Expert:
-    """One expert's matrices, and both directions of its MLP for a few tokens."""
+    """One expert's matrices and biases, and both directions of its MLP for a few tokens."""
 
     tools: Tools
     activation: str
@@ -159,13 +169,15 @@ class _Expert:
     up: Matrix
     down: Matrix
     width: int
+    biases: tuple[mx.array, ...]  # of gate, up and down, or none
 
     @classmethod
-    def of(cls, run: Run, tools: Tools, number: int) -> _Expert:
+    def of(cls, run: Run, tools: Tools, number: int, biases: list[mx.array]) -> _Expert:
         operation, tensor = run.operation(Experts), run.block.tensor
         matrices = operation.of_one(tensor, tools.stored, number)
         width = operation.width(tensor, tools.execution)
-        return cls(tools, operation.activation, *matrices, width)
+        own = tuple(bias[number] for bias in biases)
+        return cls(tools, operation.activation, *matrices, width, own)
 
     @property
     def matrices(self) -> Matrices:
@@ -180,8 +192,11 @@ class _Expert:
         for start in range(0, columns, self.width):
             yield start, min(columns, start + self.width)
 
-    def _product(self, tile: ReadyTile, given: Input) -> mx.array:
+    def _product(self, tile: ReadyTile, given: Input, at: int, columns: slice) -> mx.array:
+        """The values (n, w) of a slice, of gate (0) or up (1), without the activation."""
         y = tile.transposed_product(given)
+        if self.biases:
+            y = self.tools.arrays.sum(y, self.biases[at][columns])
         self.tools.arrays.settle(y)
         return y
 
@@ -194,10 +209,10 @@ class _Expert:
         self.tools.arrays.settle(ys)
         for start, stop in self._slices():
             products: list[list[mx.array]] = [[] for _ in ys]
-            for matrix in (self.gate, self.up):
+            for at, matrix in enumerate((self.gate, self.up)):
                 tile = self.matrices.part(matrix, start, stop)
                 for given, made in zip(inputs, products, strict=True):
-                    made.append(self._product(tile, given))
+                    made.append(self._product(tile, given, at, slice(start, stop)))
                 del tile
             activated = [gated_by(self._device, self.activation, *products.pop(0)) for _ in inputs]
             tile = self.matrices.part(self.down, start, stop, by_columns=True)
@@ -207,20 +222,22 @@ class _Expert:
                 self.tools.arrays.settle(ys[-1])
                 del given_down
             del tile
-        return ys
+        return [self.tools.arrays.sum(y, self.biases[2]) for y in ys] if self.biases else ys
 
     def backward(
         self, x: mx.array, w: mx.array, dy: mx.array, wanted: bool
     ) -> tuple[mx.array, mx.array | None]:
         """dw (n,) and, if it is wanted, dx (n, C) of x, w (n,) and dy (n, D)."""
         self.tools.arrays.settle(x, w, dy)
-        dw, dx = mx.zeros(w.shape), RowSum(self.tools.arrays)
+        dw = dy @ self.biases[2] if self.biases else mx.zeros(w.shape)
+        dx = RowSum(self.tools.arrays)
         given, into = self.matrices.input(x), (self.gate, self.up)
         given_dy = self.matrices.input(dy)
         del x, dy
         for start, stop in self._slices():
             tiles = [self.matrices.part(matrix, start, stop) for matrix in into]
-            g, u = (self._product(tile, given) for tile in tiles)
+            columns = slice(start, stop)
+            g, u = (self._product(tiles[at], given, at, columns) for at in range(2))
             total = RowSum(self.tools.arrays)
             total.add(given_dy, self.matrices.part(self.down, start, stop, by_columns=True))
             b = total.result()

@@ -22,8 +22,10 @@ from runtime.operations.gated import CHUNK_VALUES, Gated
 from runtime.operations.kernel import Run, Tools
 
 _GELU = 2 * math.sqrt(2 / math.pi)
-CURVES = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU)}
-"""By activation what z(g) = first * g + second * g**3 takes; first is 1 where second is 0."""
+CURVES = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU), "clamped": (1.702, 0.0)}
+"""By activation what z(g) = first * g + second * g**3 takes."""
+
+_LIMITS = {"clamped": 7.0}  # of gate and up, which has 1 added to it then
 
 Floats = npt.NDArray[np.float32]
 
@@ -71,6 +73,8 @@ def _gate_vjp(
             np.multiply(t, np.float32(3 * second), out=t)
             np.add(t, np.float32(first), out=t)
             np.multiply(dg, t, out=dg)
+        elif first != 1:
+            np.multiply(dg, np.float32(first), out=dg)
         np.add(dg, s, out=dg)  # f'(g)
         np.multiply(dg, u, out=dg)
         np.multiply(dg, d, out=dg)
@@ -78,18 +82,31 @@ def _gate_vjp(
 
 
 def gated_by(device: str, activation: str, gate: mx.array, up: mx.array) -> mx.array:
-    """`gated` on "cpu", or lazy on a "gpu", where MLX's own functions are vector code."""
+    """`gated` on "cpu", or lazy on a "gpu", where MLX's own functions are vector code.
+
+    Also of "clamped" activations.
+    """
+    gate, up = _clamped(activation, gate, up)
     return gated(activation, gate, up) if device == "cpu" else _plain(activation, gate, up)
 
 
 def gated_vjp_by(
     device: str, activation: str, gate: mx.array, up: mx.array, dy: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """`gated_vjp` on "cpu", or lazy on a "gpu"."""
+    """`gated_vjp` on "cpu", or lazy on a "gpu"; also of "clamped" activations."""
+    g, u = _clamped(activation, gate, up)
     if device == "cpu":
-        return gated_vjp(activation, gate, up, dy)
-    _, (d_gate, d_up) = mx.vjp(lambda g, u: _plain(activation, g, u), [gate, up], [dy])
+        d_gate, d_up = gated_vjp(activation, g, u, dy)
+    else:
+        _, (d_gate, d_up) = mx.vjp(lambda g, u: _plain(activation, g, u), [g, u], [dy])
+    if limit := _LIMITS.get(activation):
+        d_gate, d_up = d_gate * (gate <= limit), d_up * (mx.abs(up) <= limit)
     return d_gate, d_up
+
+
+def _clamped(activation: str, gate: mx.array, up: mx.array) -> tuple[mx.array, mx.array]:
+    limit = _LIMITS.get(activation)
+    return (mx.minimum(gate, limit), mx.clip(up, -limit, limit) + 1) if limit else (gate, up)
 
 
 def _plain(activation: str, gate: mx.array, up: mx.array) -> mx.array:

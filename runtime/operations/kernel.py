@@ -16,6 +16,7 @@ from runtime.arrays.values import Gradients, Loras, Values, move_of
 from runtime.arrays.weight_source import WeightSource
 from runtime.operations.base import Execution, Operation
 from runtime.operations.program import Instruction, Program
+from runtime.operations.values import is_parameter
 
 Observe = Callable[[str, mx.array, mx.array], None]
 """Receives a matrix by full name, its input x (T, C) and the gradient dy (T, R) of its output."""
@@ -62,6 +63,12 @@ class Tools:
         """A norm weight or bias, float32, as a batch lane sees it."""
         value, move = self.weights.vector(name), move_of(loras)
         return value if move is None else move.vector(name, value)
+
+    def argument(self, block: Block, name: str, values: Values, loras: Loras) -> mx.array:
+        """A value, or the small tensor of a block that an operation reads as `@name`."""
+        if is_parameter(name):
+            return self.vector(block.tensor(name[1:]), loras)
+        return values[name]
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from runtime.operations.attention import Attention
+from runtime.operations.attention import Attention, CachedAttention
 from runtime.operations.attention_kernel import AttentionKernel
 from runtime.operations.base import Operation
-from runtime.operations.cached_attention import CachedAttention
 from runtime.operations.cached_attention_kernel import CachedAttentionKernel
 from runtime.operations.convolution import CachedConvolution, Convolution
 from runtime.operations.convolution_kernel import CachedConvolutionKernel, ConvolutionKernel

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from runtime.arrays.values import Gradients, Loras, Values
 from runtime.operations.kernel import Run, Tools
 from runtime.operations.placed import Placed
-from runtime.operations.values import POSITION, is_parameter
+from runtime.operations.values import POSITION
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,7 @@ class PlacedKernel:
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation = run.operation(Placed)
         for values, lora in zip(lanes, loras, strict=True):
-            arguments = [
-                self.tools.vector(run.block.tensor(name[1:]), lora)
-                if is_parameter(name)
-                else values[name]
-                for name in operation.inputs
-            ]
+            arguments = [self.tools.argument(run.block, n, values, lora) for n in operation.inputs]
             key = operation.key(run.tokens)
             results = self.tools.graphs.call(key, [*arguments, values[POSITION]])
             del arguments

@@ -1,12 +1,14 @@
-"""The prefix of an attention: trained keys and values that every token sees besides (Li & Liang).
+"""Attention of a few queries, and what they see besides the keys of a sequence.
 
-Their scores are kept apart from those of the sequence, and meet them in the softmax's maximum and
-sum, so that no key or value of the sequence is copied:
+That are the trained keys and values of a prefix (Li & Liang), and a sink: a score of each head that
+has no value (arXiv 2309.17453, as gpt-oss learns it). Their scores are kept apart from those of the
+sequence, and meet them in the softmax's maximum and sum, so that no key or value is copied:
 
-    out = (e^(S - top) V + e^(S' - top) V') / (sum e^(S - top) + sum e^(S' - top))
+    out = (e^(S - top) V + e^(S' - top) V') / (sum e^(S - top) + sum e^(S' - top) + e^(sink - top))
 
 with S' = q K'^T scale of the prefix's keys K' (m, K D) and values V' (m, K E) in float32. They lie
-behind the rotary embedding, so they have no position, and no mask hides them.
+behind the rotary embedding, so they have no position, and no mask hides them. A backward that
+rebuilds probabilities from the log-sum-exp of all these scores needs to know of no sink.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from runtime.arrays.arrays import Arrays
+from runtime.arrays.arrays import Arrays, row_sums
 from runtime.arrays.values import Lora, Loras
 
 
@@ -41,9 +43,7 @@ class Prefix:
 
     def scores(self, q: mx.array, scale: float, cap: float | None = None) -> mx.array:
         """q K'^T scale (K, R, t, m) of queries q (K, R, t, D), capped, evaluated."""
-        scores = by_head(q * scale, self.keys.swapaxes(-1, -2))
-        self.arrays.settle(scores)
-        return scores if cap is None else self.arrays.capped(scores, cap)
+        return scores_of(q, self.keys, scale, cap, self.arrays)
 
     def output(self, p: mx.array) -> mx.array:
         """p V' (K, R, t, E) of probabilities, or what is in proportion to them, p (K, R, t, m)."""
@@ -75,6 +75,58 @@ class Prefix:
         dq, d_keys = by_head(ds, self.keys), transposed(ds, q)
         self.arrays.settle(dq, d_keys)
         return dq, d_keys, d_values
+
+
+def scores_of(
+    q: mx.array, k: mx.array, scale: float, cap: float | None, arrays: Arrays
+) -> mx.array:
+    """The scores (K, R, t, n) of queries (K, R, t, D) with keys (K, 1, n, D), evaluated."""
+    scores = by_head(q * scale, k.swapaxes(-1, -2))
+    arrays.settle(scores)
+    return scores if cap is None else arrays.capped(scores, cap)
+
+
+def attended(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    mask: mx.array | None,
+    arrays: Arrays,
+    prefix: Prefix | None = None,
+    cap: float | None = None,
+    sinks: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """The output (K, R, t, E) and the log-sum-exp of scores (K, R, t, 1), evaluated.
+
+    Args:
+        q: (K, R, t, D), by key head; k: (K, 1, n, D); v: (K, 1, n, E).
+        mask: (t, n), added to the scores of these keys.
+        sinks: (K, R, 1, 1).
+    """
+    s = scores_of(q, k, scale, cap, arrays)
+    if mask is not None:
+        arrays.add_to(s, ..., mask)
+    top = arrays.row_max(s)
+    if prefix is not None:
+        further = prefix.scores(q, scale, cap)
+        top = mx.maximum(top, arrays.row_max(further))
+    if sinks is not None:
+        top = mx.maximum(top, sinks)
+    arrays.settle(top)
+    p = arrays.exp_below(s, top)
+    total, out = row_sums(p), by_head(p, v)
+    if prefix is not None:
+        weights = arrays.exp_below(further, top)
+        total, out = total + row_sums(weights), out + prefix.output(weights)
+        arrays.settle(total, out)
+        del further, weights
+    if sinks is not None:
+        total = total + mx.exp(sinks - top)
+    out, lse = out / total, top + mx.log(total)
+    del s, p
+    arrays.settle(out, lse)
+    return out, lse
 
 
 def prefix_rows(by_head: mx.array, arrays: Arrays) -> mx.array:

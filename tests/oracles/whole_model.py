@@ -260,11 +260,12 @@ def attention(
     window: int | None,
     numbers: mx.array | None = None,
     cap: float | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """softmax(q k^T scale + mask) v over all scores at once; (1, H, T, D), (1, K, T, D).
 
     With `cap` the scores are cap tanh(scores / cap) before the mask. `numbers` (T,) has the number
-    of each token's row, in a sequence of packed rows.
+    of each token's row, in a sequence of packed rows. `sinks` (H,) are scores without values.
     """
     repeats, length = q.shape[1] // k.shape[1], q.shape[2]
     k, v = mx.repeat(k, repeats, axis=1), mx.repeat(v, repeats, axis=1)
@@ -275,7 +276,10 @@ def attention(
     scores = (q @ k.swapaxes(-1, -2)) * scale
     scores = scores if cap is None else cap * mx.tanh(scores / cap)
     scores = mx.where(allowed, scores, -mx.inf)
-    return mx.softmax(scores, axis=-1) @ v
+    if sinks is not None:
+        further = mx.broadcast_to(sinks[None, :, None, None], (*scores.shape[:-1], 1))
+        scores = mx.concatenate([scores, further], axis=-1)
+    return mx.softmax(scores, axis=-1)[..., :length] @ v
 
 
 def convolution(

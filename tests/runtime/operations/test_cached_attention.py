@@ -9,13 +9,16 @@ from oracles import whole_model as reference
 from support.bundles import Rng
 
 from runtime.arrays.arrays import Arrays
-from runtime.operations.cached_attention import slots_of
+from runtime.operations.attention import slots_of
 from runtime.operations.cached_attention_kernel import Ring
 
 
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (5, None), (40, None), (5, 1.5)])
+@pytest.mark.parametrize(
+    ("window", "cap", "sunk"),
+    [(None, None, False), (5, None, False), (40, None, True), (5, 1.5, True)],
+)
 def test_parts_of_a_sequence_attend_as_the_whole(
-    rng: Rng, window: int | None, cap: float | None, arrays: Arrays
+    rng: Rng, window: int | None, cap: float | None, sunk: bool, arrays: Arrays
 ) -> None:
     heads, groups, width, out = 4, 2, 8, 6
     length = int(rng.integers(60, 100))
@@ -25,7 +28,8 @@ def test_parts_of_a_sequence_attend_as_the_whole(
 
     q, k = drawn(1, heads, length, width), drawn(1, groups, length, width)
     v, scale = drawn(1, groups, length, out), 0.3
-    expected = reference.attention(q, k, v, scale, window, cap=cap)
+    sinks = drawn(heads) if sunk else None
+    expected = reference.attention(q, k, v, scale, window, None, cap, sinks)
     slots = slots_of(length, window)
     ring = Ring(mx.zeros((1, groups, slots, width)), mx.zeros((1, groups, slots, out)), arrays)
     at = 0
@@ -37,6 +41,6 @@ def test_parts_of_a_sequence_attend_as_the_whole(
                for one in (k, v)]  # fmt: skip
         ring.write(*new, at)
         queries = mx.concatenate([q[:, :, part], drawn(1, heads, padding, width)], 2)
-        found = ring.attend(queries, at, scale, window, cap=cap)[:, :, :count]
+        found = ring.attend(queries, at, scale, window, None, cap, sinks)[:, :, :count]
         assert mx.allclose(found, expected[:, :, part], rtol=1e-5, atol=1e-5)
         at += count

@@ -14,7 +14,7 @@ from oracles.whole_model import relative_error
 from support.bundles import Rng, Tiny
 from support.models import each_family, model_of
 
-from export.cut.properties import ACTIVATIONS, gated_activation
+from export.cut.properties import GATES, gated_activation
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.operations.base import Call, Operation
@@ -47,7 +47,7 @@ def exact(name: str, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return g * (1 + t) / 2, (1 + t) / 2 + g * (1 - t * t) * slope / 2
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("chunks", [0, 1, 2])
 def test_the_kernel_computes_the_activation(rng: Rng, name: str, chunks: int) -> None:
     shape = (1, int(rng.integers(1, 9)), chunks * CHUNK_VALUES // 8 + int(rng.integers(1, 99)))
@@ -64,7 +64,7 @@ def test_the_kernel_computes_the_activation(rng: Rng, name: str, chunks: int) ->
         assert (np.array(x) == before).all()
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", GATES)
 def test_a_value_does_not_depend_on_its_neighbours(rng: Rng, name: str) -> None:
     """Else a tile of tokens, or a lane, would not be what the whole is, bit for bit."""
     g, u, dy = (normal(rng, 1, 7, CHUNK_VALUES // 5) for _ in range(3))
@@ -76,7 +76,7 @@ def test_a_value_does_not_depend_on_its_neighbours(rng: Rng, name: str) -> None:
         assert mx.array_equal(one, all_[:, first:last])
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", GATES)
 def test_large_values_are_flat_and_no_number_stays_none(name: str) -> None:
     g = mx.array([-1e4, -200.0, 0.0, 200.0, 1e4, float("nan")])
     one = mx.ones(g.shape)

@@ -331,9 +331,15 @@ def test_attention_and_its_backward(
         assert difference <= CLOSE * float(mx.linalg.norm(theirs.reshape(-1))) + floor
 
 
-@pytest.mark.parametrize("prefix", [0, 3])
-def test_capped_attention_and_its_backward(rng: Rng, arrays: Arrays, prefix: int) -> None:
-    heads, groups, length, width, cap = 6, 3, 23, 8, 2.5
+@pytest.mark.parametrize(
+    ("prefix", "cap", "sunk"), [(0, 2.5, 0), (3, 2.5, 1), (0, None, 1), (0, None, 100)]
+)
+def test_attention_with_a_prefix_a_cap_and_sinks_and_its_backward(
+    rng: Rng, arrays: Arrays, prefix: int, cap: float | None, sunk: float
+) -> None:
+    heads, groups, length, width = 6, 3, 23, 8
+    window = None if prefix else 7
+    sinks = normal(rng, heads) * sunk if sunk else None
     numbers = np.sort(rng.integers(0, 3, length))
     starts = None if prefix else np.searchsorted(numbers, numbers).astype(np.int32)
     rows = None if prefix else mx.array(numbers)  # a prefix is seen from every row
@@ -344,17 +350,17 @@ def test_capped_attention_and_its_backward(rng: Rng, arrays: Arrays, prefix: int
 
     def whole(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         padded = mx.concatenate([before, q], axis=2)  # the prefix lies before all tokens
-        return reference.attention(padded, k, v, 0.7, None, rows, cap)[:, :, prefix:]
+        return reference.attention(padded, k, v, 0.7, window, rows, cap, sinks)[:, :, prefix:]
 
     (expected,), gradients = mx.vjp(whole, [q, k, v], [d_out])
     parts = [part[0, :, None, :prefix] for part in (k, v)]
     further = Prefix(*parts, arrays) if prefix else None
     kernel = AttentionBlocks(5, arrays)
     keys, values = k[:, :, prefix:], v[:, :, prefix:]
-    out, lse = kernel.forward(q, keys, values, 0.7, None, starts, further, cap)
+    out, lse = kernel.forward(q, keys, values, 0.7, window, starts, further, cap, sinks)
     close(out, expected)
     dq, dk, dv, *rest = kernel.backward(
-        q, keys, values, out, lse, d_out, 0.7, None, starts, further, cap
+        q, keys, values, out, lse, d_out, 0.7, window, starts, further, cap
     )
     joined = [mx.concatenate([own[None], d], 2) for own, d in zip(rest, (dk, dv), strict=False)]
     for mine, theirs in zip([dq, *(joined or (dk, dv))], gradients, strict=True):

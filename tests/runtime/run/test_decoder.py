@@ -22,7 +22,7 @@ from runtime.arrays.stored import Extent, Matrix
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError
 from runtime.methods.adapters import Adapters
-from runtime.operations.cached_attention import CachedAttention
+from runtime.operations.attention import CachedAttention
 from runtime.plan.lower import lower
 from runtime.plan.plan import Plan
 from runtime.plan.sizes import LEVELS
