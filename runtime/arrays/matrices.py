@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays, view
 from runtime.arrays.dequantize import dense
-from runtime.arrays.packed_rows import PackedRows, multiplies
+from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.products import Float32Products, Products
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Matrix
@@ -70,7 +70,7 @@ class Matrices:
 
         It is done for a single x (1, C), and matrices that the compiled products take.
         """
-        if self.in_place is None or x.shape[0] > 1 or not multiplies(matrix):
+        if self.in_place is None or x.shape[0] > 1 or not matrix.compact:
             return None
         with self.profile.span("product in place"):
             return mx.array(self.in_place.multiply(view(x)[0], matrix)[None])

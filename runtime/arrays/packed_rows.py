@@ -21,15 +21,8 @@ from runtime.arrays.stored import Matrix
 Floats = npt.NDArray[np.float32]
 Stored = tuple[npt.NDArray[Any], ...]
 """A matrix in the map: words (R, C * bits / 32), scales (R, G), and biases (R, G) if it has any."""
-BITS = (4, 8)
-GROUPS_OF = ("float16", "bfloat16")  # the types of scales
 ALONE = 1 << 20  # weights; of fewer a second thread costs what it saves
 FREE_ORDER = {"reassoc", "contract", "nsz"}  # of sums, so that several are taken at once
-
-
-def multiplies(matrix: Matrix) -> bool:
-    """Whether the compiled products can take this matrix."""
-    return matrix.scales is not None and matrix.bits in BITS and matrix.scales.dtype in GROUPS_OF
 
 
 class Mapped(Protocol):
@@ -52,7 +45,7 @@ class PackedRows:
         self._others = ThreadPoolExecutor(max(1, threads - 1))
 
     def multiply(self, x: Floats, matrix: Matrix) -> Floats:
-        """x W^T (R,) for x (C,) and a matrix of which `multiplies` is true."""
+        """x W^T (R,) for x (C,) and a matrix that is `compact`."""
         assert matrix.scales is not None
         words, scales, *biases = self.weights.stored(matrix)
         sums = x.reshape(scales.shape[1], -1).sum(axis=1)

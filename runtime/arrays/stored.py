@@ -59,6 +59,12 @@ class Matrix(Record, frozen=True):
         return self.layout == "float"
 
     @property
+    def compact(self) -> bool:
+        """Whether `runtime.arrays.packed_rows` can multiply by it where it lies."""
+        short = self.scales is not None and self.scales.dtype in ("float16", "bfloat16")
+        return short and self.bits in (4, 8)
+
+    @property
     def extents(self) -> tuple[Extent, ...]:
         """Where its words or values, scales and biases lie."""
         parts = (self.packed, self.scales, self.biases)
