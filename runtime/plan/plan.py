@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from runtime.arrays.packed_rows import multiplies
 from runtime.bundle.manifest import Manifest
 from runtime.core.errors import BudgetError, UsageError
 from runtime.core.units import format_bytes
@@ -436,9 +435,7 @@ class Planner:
     def _multiplies_in_place(self) -> bool:
         """Whether every matrix of the layers and the head can be multiplied where it lies."""
         blocks = self.manifest.blocks[1:]
-        return all(
-            multiplies(each) for block in blocks for each in self.manifest.matrices_of(block)
-        )
+        return all(each.compact for block in blocks for each in self.manifest.matrices_of(block))
 
     def _operations(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
         """The sizes at which an operation is one evaluation.
