@@ -201,7 +201,8 @@ def _signature(family: str, config: dict[str, Any]) -> str:
             for call in tape.calls
         )
         masks = [mask for mask in tape.masks if isinstance(mask, mx.array)]
-        recorded.append([mask for mask in tape.masks if not isinstance(mask, mx.array)])
+        # in order: with as many windows, other layers may have them
+        recorded.append([isinstance(mask, mx.array) or mask for mask in tape.masks])
         inputs = [array for call in tape.calls for array in call.inputs]
         return [x, *inputs, logits, *masks]
 
