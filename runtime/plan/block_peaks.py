@@ -23,7 +23,7 @@ from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, LoweredModel
 from runtime.storage.write_back import QUEUED
 
-BETWEEN = 3  # what a block takes, its gradient, and a part of that which is added to it
+BETWEEN = 4  # arrays of a block that are of a size of their own: measured, see the log
 SLOT_BYTES = 1 << 15  # by which a layer's slot is larger than its weights, at most
 STREAMED_BYTES = 1 << 20  # of a tile that is updated although no product reads it
 
