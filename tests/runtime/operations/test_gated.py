@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.activations import swiglu_oai
 from msgspec.structs import replace
 from oracles.whole_model import relative_error
 from support.bundles import Rng, Tiny
@@ -20,7 +21,7 @@ from runtime.bundle.store import Bundle
 from runtime.operations.base import Call, Operation
 from runtime.operations.elementwise import Activation, Elementwise
 from runtime.operations.gated import CHUNK_VALUES, SCRATCH_BYTES, Gated
-from runtime.operations.gated_kernel import gated, gated_vjp
+from runtime.operations.gated_kernel import gated, gated_by, gated_vjp, gated_vjp_by
 from runtime.operations.kernel import Run
 from runtime.operations.program import BlockType, Instruction
 from runtime.operations.values import F32, graph_key
@@ -85,6 +86,16 @@ def test_large_values_are_flat_and_no_number_stays_none(name: str) -> None:
     assert np.array(y)[:-1].tolist() == expected == np.array(d_up)[:-1].tolist()
     assert np.array(d_gate)[:-1].tolist() == [0, 0, 0.5, 1, 1]
     assert all(np.isnan(np.array(x)[-1]) for x in (y, d_gate, d_up))
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_clamped_activation_is_mlx_lms(rng: Rng, device: str) -> None:
+    """Lazy, as on a GPU, and by NumPy; far beyond both limits."""
+    g, u, dy = (10 * normal(rng, 5, 40) for _ in range(3))
+    (expected,), slopes = mx.vjp(swiglu_oai, [g, u], [dy])
+    found = gated_by(device, "clamped", g, u), *gated_vjp_by(device, "clamped", g, u, dy)
+    for mine, theirs in zip(found, (expected, *slopes), strict=True):
+        assert mx.allclose(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
 def gated_of(bundle: Bundle) -> list[tuple[BlockType, Elementwise]]:
