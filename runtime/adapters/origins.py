@@ -100,9 +100,9 @@ def origins_in(provenance: Mapping[str, Any], what: str) -> Origins:
         BundleError: the entry is damaged.
         UsageError: they are not all in the model.
     """
-    entry, where = provenance.get(RENAMED, {}), provenance.get("name")
     import msgspec  # random weights, which PyTorch trains too, need only `Origin`
 
+    entry, where = provenance.get(RENAMED, {}), provenance.get("name")
     try:
         origins = msgspec.convert(entry, dict[str, tuple[Origin, ...]])
     except msgspec.ValidationError as problem:

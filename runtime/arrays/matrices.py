@@ -31,7 +31,8 @@ class Matrices:
     the offsets of the matrices whose tiles have all rows. Dequantized tiles are freed after use.
     With `materialize_blocks` they stay until `release`, so that a whole block is dequantized at
     once, as in the MeBP paper. Those in `materialized` stay for the whole run. Products are in
-    float32 unless others are given.
+    float32 unless others are given; with `in_place` a single row is multiplied by the packed
+    weights in the map.
     """
 
     weights: WeightSource
@@ -91,11 +92,11 @@ class Matrices:
         return ready
 
     def materialize(self, chosen: Iterable[Matrix], at_once: int = 0) -> None:
-        """Dequantize whole matrices for the rest of the run; or keep them as they are multiplied.
+        """Dequantize whole matrices for the rest of the run; packed ones stay packed, in memory.
 
-        The memory of all of them is allocated first, so that it lies together. Allocated one by
-        one they would lie between the holes of freed arrays, into which later tiles do not fit.
-        `at_once` are the rows of a tile, if they are not the matrix's own.
+        The memory of all dequantized ones is allocated first, so that it lies together. Allocated
+        one by one they would lie between the holes of freed arrays, into which later tiles do not
+        fit. `at_once` are the rows of a tile, if they are not the matrix's own.
         """
         if self.packed:
             for matrix in chosen:

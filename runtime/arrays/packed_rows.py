@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.stored import Matrix
+from runtime.core.errors import UsageError
 
 Floats = npt.NDArray[np.float32]
 Stored = tuple[npt.NDArray[Any], ...]
@@ -33,12 +34,15 @@ class Mapped(Protocol):
 
 
 class PackedRows:
-    """The compiled products, by so many threads. Only one thread may call them."""
+    """The compiled products, by so many threads. Only one thread may call them.
+
+    Raises:
+        UsageError: Numba is installed, but cannot be loaded.
+    """
 
     def __init__(self, weights: Mapped, threads: int) -> None:
-        from concurrent.futures import (
-            ThreadPoolExecutor,
-        )  # with `logging`, which runs need not load
+        # it loads `logging`, which runs that train need not
+        from concurrent.futures import ThreadPoolExecutor
 
         self.weights, self.threads = weights, threads
         self._rows = {4: _compiled(_rows4), 8: _compiled(_rows8)}
@@ -77,8 +81,13 @@ def _values(dtype: str) -> Floats:
 
 def _compiled(function: Callable[..., None]) -> Any:
     """The function for this processor, kept in a file if there is a folder that can be written."""
-    from numba import njit
-
+    try:
+        from numba import njit
+    except (ImportError, OSError) as problem:  # such as for another version of NumPy
+        raise UsageError(
+            f"Numba is installed and cannot be loaded ({problem}): pip install "
+            "'ondevice-tune[numba]', or do without: pip uninstall numba"
+        ) from None
     try:
         return njit(cache=True, nogil=True, fastmath=FREE_ORDER)(function)
     except RuntimeError:  # no such folder: it is compiled in each process, in a second

@@ -13,13 +13,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from runtime.arrays.stored import (
-    ITEM_BYTES,
-    Extent,
-    Graph,
-    Matrix,
-    pages,
-)
+from runtime.arrays.stored import ITEM_BYTES, Extent, Graph, Matrix, pages
 from runtime.core.errors import BundleError
 from runtime.operations.values import F32, Shape, bytes_at, is_parameter
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -20,7 +21,7 @@ from runtime.adapters.lora import LoraSettings
 from runtime.arrays.packed_rows import PackedRows, Stored
 from runtime.arrays.stored import Extent, Matrix
 from runtime.bundle.store import Bundle
-from runtime.core.errors import BudgetError
+from runtime.core.errors import BudgetError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.operations.attention import CachedAttention
 from runtime.plan.lower import lower
@@ -144,6 +145,17 @@ def test_a_token_is_multiplied_where_weights_lie_if_the_budget_has_room(tiny: Ti
     assert not plan_decoding(bundle, plan.predicted_peak_bytes - 10**7, CONTEXT).in_place
     for layouts in ("float16", "mixed"):  # of which some matrices, or all, are not multiplied so
         assert not plan_decoding(tiny("qwen2", layouts=layouts), 10**9, CONTEXT).in_place
+
+
+def test_a_numba_that_cannot_be_loaded_is_named(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba")
+    bundle = tiny("qwen2")
+    plan = plan_of(bundle, "in place")
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(UsageError, match="Numba is installed and cannot be loaded"):
+        open_session(bundle, plan)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
