@@ -69,8 +69,7 @@ class Model:
     @cached_property
     def matrices(self) -> Matrices:
         manifest, execution = self.bundle.manifest, self.lowered.execution
-        by_onednn = execution.compute_dtype == "bfloat16" and manifest.device == "cpu"
-        library = load_onednn() if by_onednn else None
+        library = load_onednn() if execution.by_onednn else None
         if self.in_place is not None and self.bucket == 1:
             # lazy there too: a token's values are so small that waiting for each takes longer
             arrays = arrays_for("gpu", one_evaluation=True)

@@ -72,6 +72,11 @@ class Execution:
     in_place: bool = False
 
     @property
+    def by_onednn(self) -> bool:
+        """Whether that library computes products: in bfloat16 on a CPU."""
+        return self.compute_dtype == "bfloat16" and self.tables.device == "cpu"
+
+    @property
     def value_dtype(self) -> str:
         """The type of a program's values: on a GPU that of products, which else round copies."""
         return self.compute_dtype if self.tables.device == "gpu" else "float32"

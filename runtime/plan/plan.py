@@ -388,7 +388,7 @@ class Planner:
         blas = self.machine.blas
         panel = min(blas.panel_bytes, model.execution.largest_tile_bytes())
         nbytes = self.machine.process_bytes
-        if self.machine.compute_dtype == "bfloat16":  # the BLAS has one thread
+        if model.execution.by_onednn:  # the BLAS has one thread
             nbytes += panel + PRODUCTS_BYTES
         else:
             nbytes += blas.threads * panel
