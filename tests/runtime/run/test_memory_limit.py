@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import mlx.core as mx
-import pytest
 from oracles.whole_model import relative_error
 from support.bundles import Tiny
 from support.cgroups import memory_group
@@ -49,7 +47,6 @@ def test_the_smallest_budget_fits_a_group_of_8_mb_more(
     assert all(relative_error(limited[name], free[name]) < 1e-4 for name in free)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="cgroups")
 def test_a_limit_below_the_budget_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     bundle = tiny("gemma3").path
     with memory_group(f"{os.getpid()}-refused", 200_003_584) as group:
