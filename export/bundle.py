@@ -61,8 +61,8 @@ def export_bundle(
         UsageError: the destination exists, the settings do not suit the model, or its type has not
             been verified.
     """
-    if make_engine is None and (config.calibrate is not None or config.bits == "auto"):
-        raise ValueError("calibration and --bits auto run the model, which takes an engine")
+    if make_engine is None and (config.calibrate is not None):
+        raise ValueError("calibration runs the model, which takes an engine")
     checkpoint = open_checkpoint(config.source, seed=config.seed)
     try:
         tokenizer = checkpoint.tokenizer_files()
@@ -183,8 +183,6 @@ def _write_tensors(
 ) -> dict[str, Any]:
     """Write all tensors. Returns the facts about it that the manifest's provenance has."""
     facts: dict[str, Any] = {}
-    if config.bits == "auto":
-        facts["bits"] = original.choose_bits(tensors)
     if config.calibrate is None:
         tensors.write(cut)
     else:
@@ -211,8 +209,6 @@ def _check_space(
 ) -> None:
     """Raise StorageError if the disk has too little space, before anything is written."""
     needed = stored_bytes(checkpoint, stored)
-    if config.bits == "auto":
-        needed = round(needed * (1 + config.size_share))
     free = shutil.disk_usage(writer.folder).free
     if needed > free:
         raise StorageError(

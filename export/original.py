@@ -6,7 +6,7 @@ Nothing of it is written: its weights are read from the checkpoint, a tile of ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,7 @@ from export.config.export import ExportConfig
 from export.cut.model import Cut
 from export.passes.block_pass import RowPass
 from export.passes.engine import ExportEngine
-from export.quantize.bits import Candidate, Sensitivities, choose_bits
 from export.sources.source import Checkpoint
-from export.stored import QuantizedForm, StoredForm
 from export.tensors import Tensors
 from runtime.bundle.manifest import Quality
 from runtime.bundle.store import Bundle
@@ -28,10 +26,9 @@ from runtime.storage.row_weights import float_manifest
 
 TEXT = Path(__file__).with_name("quality.txt")
 OWN_TEXT = "the package's own text"
-COMPARED_TOKENS = 2048  # of the package's own text, to compare or to measure sensitivities
+COMPARED_TOKENS = 2048  # of the package's own text, to compare
 LEAST_COMPARED = 512  # tokens with a loss that held-out rows must have
 LEAST_BLOCK = 128  # columns of the smallest Gram matrix
-EIGHT_BITS_LOSE = 1 / 256  # of the loss of 4 bits: the errors are 16 times smaller
 EVERY = 5  # one row in so many is held out
 
 
@@ -44,46 +41,6 @@ class Original:
     engine: ExportEngine | None
     config: ExportConfig
     _rows: tuple[Sequence[Row], Sequence[Row]] | None = None
-
-    def choose_bits(self, tensors: Tensors) -> dict[str, str]:
-        """Give 8 bits to the matrices of `--bits auto` that lose most with 4.
-
-        Returns why each has its bits.
-        """
-        assert self.engine is not None
-        experts = self._experts
-        four_bit = {
-            name: form
-            for name, form in tensors.stored.items()
-            if isinstance(form, QuantizedForm) and self._is_layer(name) and name not in experts
-        }
-        if self.config.calibrate is not None:
-            rows, _ = self._split()
-        elif self.bundle.manifest.files:
-            rows = self._own_text()
-        else:
-            raise UsageError(
-                f"--bits auto runs text through the model, but {self.config.source} has no "
-                "tokenizer: add --calibrate random:0"
-            )
-        sensitivities = Sensitivities(tensors, four_bit, self.engine.scratch)
-        self.engine.backward(self.bundle, self.checkpoint, rows, sensitivities)
-        self.engine.check("while it measured sensitivities")
-        tokens = sum(len(row.scored) for row in rows)
-        total = sum(_bytes(tensors, name, form) for name, form in tensors.stored.items())
-        eight_bit = {
-            name: replace(form, bits=8, layout="symmetric") for name, form in four_bit.items()
-        }
-        candidates = []
-        for name, form in four_bit.items():
-            loss = sensitivities.divergence(name, tokens)
-            sizes = (_bytes(tensors, name, form), _bytes(tensors, name, eight_bit[name]))
-            candidates.append(Candidate(name, *sizes, loss, loss * EIGHT_BITS_LOSE))
-        choices = choose_bits(candidates, int(total * self.config.size_share))
-        for name, choice in choices.items():
-            if choice.bits == 8:
-                tensors.stored[name] = eight_bit[name]
-        return {name: f"{choice.bits} bits: {choice.reason}" for name, choice in choices.items()}
 
     def calibrate(self, tensors: Tensors, cut: Cut) -> dict[str, Any]:
         """Write all tensors, calibrated. Returns the facts about it for the manifest."""
@@ -184,16 +141,6 @@ class Original:
             )
             return None
 
-    def _is_layer(self, name: str) -> bool:
-        """Whether a matrix belongs to a layer, and not to the embedding or the head."""
-        ends = (self.bundle.manifest.blocks[0], self.bundle.manifest.blocks[-1])
-        types = self.bundle.manifest.block_types
-        return all(
-            name not in operation.matrices(block.tensor)
-            for block in ends
-            for operation in types[block.type].operations
-        )
-
     @cached_property
     def _experts(self) -> set[str]:
         """The matrices that hold experts."""
@@ -246,8 +193,3 @@ def original_of(bundle: Bundle, checkpoint: Checkpoint) -> Bundle:
             f"{len(wrong)} tensors differ in name or shape, such as {wrong[0]}"
         )
     return Bundle(bundle.path, manifest, bundle.graphs_path)
-
-
-def _bytes(tensors: Tensors, name: str, stored: StoredForm) -> int:
-    rows, columns = tensors.shape(name)
-    return int(rows * columns * stored.bits_per_weight / 8)

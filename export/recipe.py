@@ -138,15 +138,13 @@ def _table_names(cut: Cut) -> set[str]:
     }
 
 
-def _form(
-    config: ExportConfig, checkpoint: Checkpoint, use: Use, asked: int | str | None
-) -> StoredForm:
+def _form(config: ExportConfig, checkpoint: Checkpoint, use: Use, asked: int | None) -> StoredForm:
     if asked == 32:
         return FloatForm("float32")
     if asked == 16:
         return _short_form(checkpoint, f"{use.name}.weight")
-    bits = 4 if asked in (None, "auto") else int(asked)
-    if asked != "auto" and (use.routes or use.name.split(".")[-1] in config.eight_bit_names):
+    bits = 4 if asked is None else asked
+    if use.routes or use.name.split(".")[-1] in config.eight_bit_names:
         bits = 8
     columns = checkpoint.shape(f"{use.name}.weight")[1]
     group = config.group_size

@@ -24,23 +24,10 @@ from runtime.config.lora import ALPHA, RANK, TARGETS, are_layer_names, layer_nam
 from runtime.config.shared import DEVICES, STORED, BudgetOptions, DataOptions, bundle_field
 from runtime.core.stripes import MAX_SLICES
 
-
-def _share(text: str) -> float:
-    return float(text.strip().removeprefix("+").removesuffix("%")) / 100
-
-
-def _is_share(text: str) -> bool:
-    try:
-        return text.strip().endswith("%") and 0 <= _share(text) <= 1
-    except ValueError:
-        return False
-
-
-_SHARE = Check(_is_share, "a share such as +5%, up to +100%")
 EIGHT_BIT = "k_proj,v_proj"
 STORAGE = ("bfloat16", "float16", "float32")
 QUANTIZING = (
-    *("bits", "embedding_bits", "group_size", "eight_bit", "size", "calibrate"),
+    *("bits", "embedding_bits", "group_size", "eight_bit", "calibrate"),
     "calibration_tokens",
 )
 """Options that have no effect where nothing is quantized."""
@@ -65,16 +52,14 @@ class ExportConfig(DataOptions, BudgetOptions):
         False, "export a model type whose results have not been compared with transformers'"
     )
     seed: int = option(0, "seed of the weights of random:PRESET; else unused", NOT_NEGATIVE)
-    bits: int | str | None = choice(
+    bits: int | None = choice(
         None,
-        "bits per weight of the linear layers: quantized (4, 8), floats (16, 32), or chosen for "
-        "each layer by what it loses (auto, in place of --eight-bit); without it, a quantized "
-        "checkpoint keeps its values, and another gets 4",
+        "bits per weight of the linear layers: quantized (4, 8) or floats (16, 32); without it, "
+        "a quantized checkpoint keeps its values, and another gets 4",
         4,
         8,
         16,
         32,
-        "auto",
         group=Group.QUANTIZATION,
     )
     embedding_bits: int | None = choice(
@@ -100,14 +85,6 @@ class ExportConfig(DataOptions, BudgetOptions):
         _NAMES,
         Group.QUANTIZATION,
         metavar="NAMES",
-    )
-    size: str = option(
-        "+5%",
-        "with --bits auto: how much larger the weights may be than with 4 bits in every linear "
-        "layer",
-        _SHARE,
-        Group.QUANTIZATION,
-        metavar="SHARE",
     )
     calibrate: str | None = option(
         None,
@@ -173,8 +150,6 @@ class ExportConfig(DataOptions, BudgetOptions):
         problems = [
             f"{name} has no effect: {reason}"
             for name, useless, reason in (
-                ("size", self.bits != "auto", "it limits what bits auto may add"),
-                ("eight_bit", self.bits == "auto", "bits auto chooses the layers itself"),
                 ("eight_bit", self.bits in (8, *floats), f"every linear layer has {self.bits}"),
                 (
                     "group_size",
@@ -195,16 +170,9 @@ class ExportConfig(DataOptions, BudgetOptions):
         return self.trainable == "full"
 
     @property
-    def size_share(self) -> float:
-        """The share of the weights' bytes that --bits auto may add."""
-        return _share(self.size)
-
-    @property
-    def head_bits(self) -> int | str | None:
+    def head_bits(self) -> int | None:
         """The bits of the embedding and the LM head; None to copy a quantized source's integers."""
-        if self.embedding_bits is not None:
-            return self.embedding_bits
-        return 4 if self.bits == "auto" else self.bits
+        return self.bits if self.embedding_bits is None else self.embedding_bits
 
     @property
     def eight_bit_names(self) -> tuple[str, ...]:

@@ -6,17 +6,13 @@ The models read their float weights from the checkpoint, a tile of rows at a tim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.core as mx
 import msgspec
 import numpy as np
 
-from export import stored
 from export.passes.block_pass import RowPass
-from runtime.adapters.lora import ALL_LINEAR
-from runtime.arrays.arrays import view
 from runtime.arrays.weight_source import RowReader, WeightSource
 from runtime.bundle.manifest import Quality
 from runtime.bundle.store import Bundle
@@ -30,13 +26,11 @@ from runtime.engine.divergence import HEAD_VALUES, Divergence, compare_heads
 from runtime.engine.sample import Row
 from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
-from runtime.methods.mebp import Backprop
 from runtime.operations.values import F32
 from runtime.plan.demand import Demand, lane_choices
 from runtime.plan.plan import EVALUATION_LANES, Plan, Request, choose_bucket
 from runtime.run.budget import Wanted, machine_for, make_plan
 from runtime.run.session import Session, open_session
-from runtime.storage.activations import Activations
 from runtime.storage.row_weights import RowWeights
 
 FORWARD = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), trains=False)
@@ -46,9 +40,6 @@ HEAD_ROWS = 4  # rows whose logits are compared in one pass over the vocabulary
 LOGITS = 5  # arrays of logits at a time: of both models, exponentials, differences, a copy
 TILES = 4  # float32 tiles that the second model's takes while it is dequantized
 VISITED_BYTES = 100_000_000  # for a matrix's slice, its errors, and the products with them
-
-ObserveProduct = Callable[[str, stored.F32, stored.F32], None]
-"""Receives a matrix by full name, its input x (T, C) and the gradient dy (T, R) of its output."""
 
 
 @dataclass(frozen=True)
@@ -117,39 +108,6 @@ class ExportEngine:
         weights = RowWeights(source.manifest, reader)
         session = self._session(source, weights, rows, spare_bytes)
         return RowPass(session, rows, self.scratch, self._watch)
-
-    def backward(
-        self,
-        source: Bundle,
-        reader: RowReader,
-        rows: Sequence[Row],
-        observe_product: ObserveProduct,
-    ) -> None:
-        """Compute the gradients of each row's summed loss, block by block from the last.
-
-        `observe_product` receives the matrices of a block for one row after another.
-
-        Raises:
-            BudgetError: not even the smallest tiles fit the budget.
-        """
-        every = msgspec.structs.replace(source.manifest.lora, targets=ALL_LINEAR)
-        trained = source.with_lora(every)
-        manifest = trained.manifest
-        length = max(len(row.tokens) - 1 for row in rows)
-        request = Request(choose_bucket(manifest, length), layout="whole", prefetch=False)
-        demand = Demand(rows=len(rows), hidden_states=len(rows), backward=True, trains=False)
-        plan = self._plan(trained, request, demand, VISITED_BYTES)
-        session = open_session(trained, plan, RowWeights(manifest, reader))
-        widths = (1, plan.bucket, manifest.widest)
-        activations = Activations(self.scratch, len(manifest.blocks), len(rows), widths)
-
-        def observe(name: str, x: mx.array, dy: mx.array) -> None:
-            observe_product(name, view(x), view(dy))
-            self._watch()
-
-        model = replace(session.model(length), observe=observe)
-        untrained = Adapters(source.manifest, {})
-        Backprop(model, untrained, activations).gradients(rows, 1, lambda block, gradients: None)
 
     def compare(
         self,

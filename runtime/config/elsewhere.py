@@ -229,7 +229,7 @@ _ADVICE = {  # the way to the same end: flags that have no counterpart
         "--chat continues any text"
     ),
     "-i --interactive": "`ondevice chat BUNDLE` reads what you say",
-    "--quant-predicate": "--bits auto, --eight-bit and --embedding-bits choose bits by layer",
+    "--quant-predicate": "--eight-bit and --embedding-bits choose bits by layer",
     "--mask-prompt": "prompts have no loss unless --loss-on all asks for it; leave it out",
     "--per-device-eval-batch-size --eval-batch-size": (
         "held-out rows run together as far as the budget allows; leave it out"
@@ -299,7 +299,7 @@ _VALUE_ADVICE = {  # the same for values of our flags, or of their names there
     },
     "--bits": {
         "2 3 5 6 q5_k_m q6_k q3_k_m q2_k": (
-            "weights are quantized to 4 or 8 bits; --bits auto mixes them by what each layer loses"
+            "weights are quantized to 4 or 8 bits; --eight-bit names the layers that get 8 instead"
         ),
     },
 }

@@ -28,7 +28,7 @@ from runtime.operations.attention import STARTS
 from runtime.operations.base import Operation
 from runtime.operations.embedding_kernel import LOOKED_UP, POSITIONS, TOKENS
 from runtime.operations.head_kernel import HeadKernel, HeadResult, Targets
-from runtime.operations.kernel import Observe, Tools
+from runtime.operations.kernel import Tools
 from runtime.operations.logits_kernel import LogitsKernel, Shaping
 from runtime.operations.values import COUNT, POSITION, gradient_of
 from runtime.plan.lower import LoweredBlock, LoweredModel
@@ -44,8 +44,8 @@ class Model:
     """The lowered blocks of a bundle, ready to run.
 
     `materialized` holds the tiles that stay dequantized. Several models (of other buckets) may
-    share it, as they share `graphs`. `observe` sees the input and the output's gradient of every
-    product in a backward. `in_place` multiplies decoded tokens by weights where they lie.
+    share it, as they share `graphs`. `in_place` multiplies decoded tokens by weights where they
+    lie.
     """
 
     bundle: Bundle
@@ -54,7 +54,6 @@ class Model:
     graphs: Graphs
     profile: Profile = field(default_factory=Profile)
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
-    observe: Observe | None = None
     in_place: PackedRows | None = None
 
     @property
@@ -113,7 +112,6 @@ class Model:
             self.arrays,
             self.lowered.execution,
             self.profile,
-            self.observe,
         )
 
     @cached_property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -18,8 +18,6 @@ from runtime.operations.base import Execution, Operation
 from runtime.operations.program import Instruction, Program
 from runtime.operations.values import is_parameter
 
-Observe = Callable[[str, mx.array, mx.array], None]
-"""Receives a matrix by full name, its input x (T, C) and the gradient dy (T, R) of its output."""
 O = TypeVar("O", bound=Operation)  # noqa: E741
 
 
@@ -41,8 +39,7 @@ class Graphs(Protocol):
 class Tools:
     """Tools that kernels share: the bundle's tensors and graphs, and the sizes of the lowering.
 
-    `stored` says how each matrix is stored, by full name. `observe` is called before the backward
-    of every product.
+    `stored` says how each matrix is stored, by full name.
     """
 
     stored: Mapping[str, Matrix]
@@ -52,7 +49,6 @@ class Tools:
     arrays: Arrays
     execution: Execution
     profile: Profile
-    observe: Observe | None = None
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -230,10 +230,6 @@ class LinearKernel:
             if received is None:
                 continue  # not adapted, and no adapter lies before it
             dy = received.squeeze(0)
-            if self.tools.observe is not None:
-                seen = values[source].squeeze(0)
-                self.tools.observe(run.block.tensor(linear.name), seen, dy)
-                del seen
             lora = loras.get(linear.name)
             mask = None
             if lora is not None:

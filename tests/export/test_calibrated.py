@@ -105,26 +105,6 @@ def test_quality_is_measured_on_rows_that_calibration_has_not_seen(
     assert with_data.quality.rows == pytest.approx(calibrated["rows"] / 4, abs=1)
 
 
-@pytest.mark.parametrize(
-    "size",
-    ["+20%", *(pytest.param(one, marks=pytest.mark.slow) for one in ("+0%", "+100%"))],
-)
-def test_bits_by_sensitivity_stay_in_their_size(tmp_path: Path, folder: Path, size: str) -> None:
-    four, auto = (
-        exported(folder, tmp_path / name, quality=False, **more).manifest
-        for name, more in {
-            "four": {"bits": 4, "eight_bit": "none"},
-            "auto": {"bits": "auto", "size": size},
-        }.items()
-    )
-    assert four.quality is auto.quality is None
-    layers = {name: m.bits for name, m in auto.matrices.items() if ".layers." in name}
-    assert set(layers.values()) == {"+0%": {4}, "+20%": {4, 8}, "+100%": {8}}[size]
-    assert set(auto.provenance["bits"]) == set(layers)
-    sizes = [sum(m.nbytes for m in one.matrices.values()) for one in (auto, four)]
-    assert sizes[0] <= sizes[1] * (1 + float(size[1:-1]) / 100)
-
-
 def test_a_budget_that_is_too_small_leaves_nothing(
     tmp_path: Path, text: Path, folder: Path
 ) -> None:
@@ -185,11 +165,6 @@ def test_options_that_cannot_work_are_refused(
         exported(folder, tmp_path / "out", **more)
 
 
-def test_bits_by_sensitivity_need_text_or_data(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no tokenizer: add --calibrate random:0"):
-        exported("random:tiny-llama", tmp_path / "out", bits="auto")
-
-
 def test_another_model_is_no_source(tmp_path: Path, folder: Path) -> None:
     from export.original import original_of
     from export.sources.open import open_checkpoint
@@ -205,8 +180,6 @@ def test_another_model_is_no_source(tmp_path: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"size": "+9%"}, "size has no effect"),
-        ({"bits": "auto", "eight_bit": "none"}, "eight_bit has no effect: bits auto chooses"),
         ({"bits": 16, "eight_bit": "q_proj"}, "eight_bit has no effect: every linear layer has 16"),
         ({"bits": 32, "group_size": 32}, "group_size has no effect: floats"),
         ({"calibration_tokens": 100}, "calibration_tokens has no effect: it needs calibrate"),

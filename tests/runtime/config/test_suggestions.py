@@ -63,7 +63,7 @@ NAMES = {command.name for command in COMMANDS}
         (["train", "b", "--neftune-noise-alpha", "5"], "the plain cross entropy"),
         (["train", "b", "--val-set-size", "0.1"], "did you mean --valid-split?"),
         (["export", "m", "-o", "b", "--outtype", "q8_0"], "did you mean --bits 8?"),
-        (["export", "m", "-o", "b", "--bits", "q4_k_m"], "or auto; did you mean 4?"),
+        (["export", "m", "-o", "b", "--bits", "q4_k_m"], "or 32; did you mean 4?"),
         (["fuse", "b", "-o", "x", "--outtype=F16"], "did you mean --dtype float16?"),
         (
             ["fuse", "b", "-o", "x", "--outtype", "q8_0"],
