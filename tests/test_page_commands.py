@@ -53,7 +53,6 @@ SMALLER = {  # what is added to a command, where later flags win
     "eval": ["--budget=500MB", "--max-seq-length=32"],
     "generate": ["--max-tokens=4"],
     "chat": ["--max-tokens=4", "--context=64"],
-    "report": ["--samples=1"],
     "compare": [
         *("--budget=500MB", "--steps=2", "--eval-every=1", "--sweep-steps=1", "--eval-rows=1"),
         *("--max-seq-length=32", "--learning-rates=1e-4"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
-from runtime.config.base import NOT_NEGATIVE, Check, Config, option
+from runtime.config.base import Check, Config, option
 
 _RUNS = Check(
     lambda runs: bool(runs) and all(run.strip() for run in runs), "one or more run directories"
@@ -28,10 +28,4 @@ class ReportConfig(Config):
         _PAGE,
         metavar="FILE",
         aliases=("-o",),
-    )
-    samples: int = option(
-        0,
-        "held-out rows whose beginnings the model continues before and after training, for the "
-        "page; needs the bundle and up to 1 GB of memory",
-        NOT_NEGATIVE,
     )

@@ -33,8 +33,6 @@ th, td { padding: 0.25rem 0.9rem 0.25rem 0; text-align: right;
 th { border-bottom: 1px solid var(--muted); font-weight: 600; vertical-align: bottom; }
 th.left, td.left { text-align: left; }
 td:first-child, td:not(.left) { white-space: nowrap; }
-table.wrapped td { white-space: pre-wrap; overflow-wrap: anywhere; vertical-align: top;
-                   min-width: 7rem; }
 li { margin: 0.3rem 0; }
 """
 )

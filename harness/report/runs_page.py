@@ -63,12 +63,12 @@ class Run:
         return [(float(point.step), value(point)) for point in self.curve.points]
 
 
-def write_page(paths: Sequence[Path], output: Path, samples: int = 0) -> list[Run]:
-    """Write the page of the runs in `paths`, with so many samples; returns the runs.
+def write_page(paths: Sequence[Path], output: Path) -> list[Run]:
+    """Write the page of the runs in `paths`; returns the runs.
 
     Raises:
         UsageError: a path holds no run, or is given twice.
-        BundleError: a run's file is damaged, or its bundle is gone and samples are wanted.
+        BundleError: a run's file is damaged.
     """
     same = {path.resolve() for path in paths}
     if len(same) < len(paths):
@@ -78,7 +78,7 @@ def write_page(paths: Sequence[Path], output: Path, samples: int = 0) -> list[Ru
         read_run(path, name if names.count(name) == 1 else str(path))
         for path, name in zip(paths, names, strict=True)
     ]
-    write_atomic(output, to_html(runs, _samples(runs, samples)).encode())
+    write_atomic(output, to_html(runs).encode())
     return runs
 
 
@@ -158,18 +158,8 @@ def _check_profile(blocks: Sequence[Mapping[str, Any]], work_s: Mapping[str, flo
     _check_numbers(SUMMARY, work_s, list(work_s))
 
 
-def _samples(runs: Sequence[Run], count: int) -> list[str]:
-    """Continuations by the models, as parts of the page."""
-    if not count:
-        return []
-    from harness.report.samples import sample_tables  # which loads MLX
-
-    tables, notes = sample_tables([(run.name, run.path, run.settings) for run in runs], count)
-    return [*(table.html() for table in tables), *map(paragraph, notes)]
-
-
-def to_html(runs: Sequence[Run], samples: Sequence[str] = ()) -> str:
-    """The page: an overview, charts, samples and settings."""
+def to_html(runs: Sequence[Run]) -> str:
+    """The page: an overview, charts and settings."""
     title = f"{runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
     charts = [chart.html() for chart in charts_of(runs) if not chart.is_empty]
     none = [] if charts else [paragraph("No step has been trained yet.")]
@@ -177,7 +167,6 @@ def to_html(runs: Sequence[Run], samples: Sequence[str] = ()) -> str:
     parts = [_overview(runs).html(), *(table.html() for table in others), *none, *charts]
     if any(run.work_s for run in runs):
         parts.append(_work(runs).html())
-    parts += samples
     parts += [table.html() for table in _settings(runs)]
     return page(f"Training: {title}", parts)
 

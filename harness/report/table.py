@@ -10,15 +10,11 @@ from runtime.core.control_characters import in_markup
 
 @dataclass(frozen=True)
 class Table:
-    """Cells under a heading; the first `left` columns are words, the others numbers.
-
-    wrapped: whether the cells are texts of several lines, whose white space is shown.
-    """
+    """Cells under a heading; the first `left` columns are words, the others numbers."""
 
     title: str
     rows: Sequence[tuple[str, ...]]
     left: int
-    wrapped: bool = False
 
     def text(self) -> str:
         """Aligned columns."""
@@ -44,10 +40,9 @@ class Table:
             return f"<tr>{''.join(cells)}</tr>"
 
         head, *body = self.rows
-        table = '<table class="wrapped">' if self.wrapped else "<table>"
         return (
             f"<h2>{in_markup(self.title)}</h2>\n"
-            f'<div class="wide">{table}\n<thead>{line(head, "th")}</thead>\n<tbody>\n'
+            f'<div class="wide"><table>\n<thead>{line(head, "th")}</thead>\n<tbody>\n'
             + "\n".join(line(row, "td") for row in body)
             + "\n</tbody></table></div>"
         )

@@ -131,8 +131,7 @@ COMMANDS = (
     Command(
         "report",
         "show one or more runs as a page of HTML",
-        "The page holds losses, footprints, times and settings, and needs no network. --samples "
-        "adds what the model says before and after training.",
+        "The page holds losses, footprints, times and settings, and needs no network.",
         "harness.config.report.ReportConfig",
         CommandGroup.COMPARE,
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.config.bench import BenchConfig
 from harness.config.compare import CompareConfig
 from harness.config.report import ReportConfig
-from ondevice.cli.handlers.common import configuration, print_json, set_up
+from ondevice.cli.handlers.common import configuration, print_json
 from ondevice.cli.screen import note, out
 from runtime.config.base import given
 from runtime.core.errors import UsageError
@@ -34,11 +34,9 @@ def run_compare(arguments: argparse.Namespace) -> None:
 def run_report(arguments: argparse.Namespace) -> None:
     """Write a page about runs."""
     config = configuration(ReportConfig, arguments)
-    if config.samples:
-        set_up()
     from harness.report.runs_page import write_page
 
-    runs = write_page([Path(run) for run in config.runs], Path(config.output), config.samples)
+    runs = write_page([Path(run) for run in config.runs], Path(config.output))
     if arguments.json:
         print_json({"output": config.output, "runs": [run.name for run in runs]})
         return

@@ -80,7 +80,7 @@ def test_a_row_cannot_colour_itself() -> None:
 
 def test_a_page_shows_them() -> None:
     rows = [(ROW, "x"), ("<b>", ROW)]
-    html = page(ROW, [paragraph(ROW), Table(ROW, rows, left=2, wrapped=True).html()])
+    html = page(ROW, [paragraph(ROW), Table(ROW, rows, left=2).html()])
     assert html.count(SHOWN) == 6 and "&lt;b&gt;" in html
     assert escaped(html) == html
 
