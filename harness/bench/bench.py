@@ -36,7 +36,6 @@ BENCHMARKS: dict[str, str] = {
     "mebp-figure2": "block_profiles.FIGURE2",
     "zo2-ablation": "zo2_ablation.ZO2_ABLATION",
     "zo2-full": "zo2_ablation.ZO2_FULL",
-    "distzo2": "distzo2.DISTZO2_TABLES",
     "footprint": "footprint.FOOTPRINT",
     "prediction": "prediction.PREDICTION",
     "curve": "budget_curve.CURVE",

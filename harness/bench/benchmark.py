@@ -138,13 +138,8 @@ class Bench:
         length: int,
         variant: Variant,
         profile: bool = False,
-        more: Mapping[str, object] = MappingProxyType({}),
-        launcher: Sequence[str] = (),
     ) -> tuple[Process, dict[str, Any]]:
-        """Train for `--steps` in a fresh process: measurements, and the summary with its plan.
-
-        `more` are further settings. `launcher` are words before the command, as in `ondevice`.
-        """
+        """Train for `--steps` in a fresh process: measurements, and the summary with its plan."""
         settings: dict[str, object] = {
             "bundle": str(bundle),
             "data": f"random:{self.config.seed}",
@@ -156,11 +151,10 @@ class Bench:
             "steps": self.config.steps,
             "save_every": 0,
             "profile": profile,
-            **more,
         }
         with tempfile.TemporaryDirectory(dir=self.runs) as place:
             run = Path(place) / "run"
-            summary = measure_training(settings, run, launcher)
+            summary = measure_training(settings, run)
             summary["plan"] = json.loads((run / "plan.json").read_text())
             lines = (run / "metrics.jsonl").read_text().splitlines()
         seconds = [json.loads(line)["seconds"] for line in lines]

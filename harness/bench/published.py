@@ -47,17 +47,6 @@ class Throughput:
     no_efficient_update: float
 
 
-@dataclass(frozen=True)
-class Shared:
-    """ZO2 on one GPU and on several: two by PertP, two by DDP, four by both.
-
-    Of each the tokens per second, and the memory of a GPU in MB.
-    """
-
-    tokens_per_s: tuple[float, float, float, float]
-    peak_mb: tuple[float, float, float, float]
-
-
 _MEBP = (
     "Memory-Efficient Backpropagation for Fine-Tuning LLMs on Resource-Constrained Mobile Devices"
 )
@@ -83,14 +72,6 @@ ZO2_TABLE3 = Publication(
     "Table 3",
     "NVIDIA A100 80 GB, AMD Milan",
     "SST-2, batch 1, 2048 tokens, 100 steps",
-    ("mezo",),
-)
-DISTZO2 = Publication(
-    "DistZO2: High-Throughput and Memory-Efficient Zeroth-Order Fine-tuning LLMs with Distributed "
-    "Parallel Computing",
-    "Tables 1 to 3",
-    "4 NVIDIA H20 96 GB, AMD Milan",
-    "2048 tokens, Table 1 with batch 4, 100 steps",
     ("mezo",),
 )
 
@@ -152,56 +133,4 @@ ABLATION: dict[str, Throughput] = {
     "OPT-30B": Throughput(122, 35, 46, 81),
     "OPT-66B": Throughput(40, 22, 15, 36),
     "OPT-175B": Throughput(14, 8, 5, 13),
-}
-
-SHARED: dict[str, Shared] = {  # DistZO2's Table 1
-    "OPT-1.3B": Shared((18625, 34225, 31585, 60091), (4979, 5627, 4451, 6275)),
-    "OPT-2.7B": Shared((9582, 17720, 16106, 30918), (5419, 6021, 4845, 6669)),
-    "OPT-6.7B": Shared((4133, 7653, 7062, 14417), (6941, 7393, 5823, 8041)),
-    "OPT-13B": Shared((2190, 4091, 3730, 7057), (8103, 8455, 7081, 9201)),
-    "OPT-30B": Shared((976, 1820, 1661, 3221), (10723, 10883, 9901, 11825)),
-    "OPT-66B": Shared((446, 885, 764, 1370), (13263, 13735, 12163, 14775)),
-    "OPT-175B": Shared((166, 331, 290, 508), (18713, 18829, 19881, 18713)),
-}
-# DistZO2's Table 3, on 4 GPUs: billions of parameters per second that reach them, and leave them,
-# each without slices and with
-SLICED: dict[str, tuple[float, float, float, float]] = {
-    "OPT-1.3B": (4.73, 19.24, 1.79, 8.32),
-    "OPT-2.7B": (4.67, 18.35, 1.42, 6.76),
-    "OPT-6.7B": (4.33, 12.06, 2.00, 7.92),
-    "OPT-13B": (4.45, 17.75, 1.81, 8.29),
-    "OPT-30B": (3.69, 17.71, 1.98, 8.80),
-    "OPT-66B": (4.08, 14.20, 1.99, 7.06),
-    "OPT-175B": (3.82, 17.66, 2.12, 8.77),
-}
-# DistZO2's Table 2, by batch and model: tokens per second of ZO2 by PertP, by DDP, by both
-SHARED_BY_BATCH: dict[int, dict[str, tuple[float, float, float]]] = {
-    2: {
-        "OPT-1.3B": (28196, 24160, 33815),
-        "OPT-2.7B": (14512, 12394, 20818),
-        "OPT-6.7B": (6342, 5391, 9227),
-        "OPT-13B": (3369, 2925, 4883),
-        "OPT-30B": (1500, 1329, 2238),
-    },
-    4: {
-        "OPT-1.3B": (34225, 31585, 60091),
-        "OPT-2.7B": (17720, 16106, 30918),
-        "OPT-6.7B": (7653, 7062, 14417),
-        "OPT-13B": (4091, 3730, 7057),
-        "OPT-30B": (1820, 1661, 3221),
-    },
-    6: {
-        "OPT-1.3B": (36965, 35375, 67212),
-        "OPT-2.7B": (18904, 17823, 33943),
-        "OPT-6.7B": (8184, 7653, 15346),
-        "OPT-13B": (4398, 4104, 7962),
-        "OPT-30B": (1936, 1812, 3350),
-    },
-    8: {
-        "OPT-1.3B": (37777, 36744, 72164),
-        "OPT-2.7B": (19573, 18830, 36414),
-        "OPT-6.7B": (8522, 8122, 15944),
-        "OPT-13B": (4557, 4325, 8487),
-        "OPT-30B": (2001, 1924, 3802),
-    },
 }

@@ -1,4 +1,4 @@
-"""Steps outside of a run, without one feature: of `zo2-ablation`, `zo2-full`, `machine`, `distzo2`.
+"""Steps outside of a run, without one feature: of `zo2-ablation`, `zo2-full`, `machine`.
 
 `python -m harness.bench.steps_process BUNDLE --without FEATURE`, where FEATURE is
 

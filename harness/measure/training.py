@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,10 @@ from runtime.data.run_rows import absolute
 PATHS = ("bundle", "data", "eval_data")  # settings that are paths
 
 
-def measure_training(
-    settings: Mapping[str, object], run: Path, launcher: Sequence[str] = ()
-) -> dict[str, Any]:
+def measure_training(settings: Mapping[str, object], run: Path) -> dict[str, Any]:
     """Train in the folder `run` with `settings` (fields of TrainConfig); returns its summary.
 
-    `launcher` are words before the command, as in `ondevice`; without them, `mpirun` starts the
-    processes of a setting `parallel`.
+    `mpirun` starts the processes of a setting `parallel`.
 
     A run that was interrupted is continued, one of fewer steps goes on to as many, and a finished
     one is not run again; so the summary of a run that has gone further is returned as it is.
@@ -35,8 +32,8 @@ def measure_training(
         OnDeviceError: as `ondevice`.
     """
     settings = dict(settings)
-    if parallel := settings.pop("parallel", None):  # which the run does not keep
-        launcher = launcher or mpirun(grid_of(str(parallel)).size)
+    parallel = settings.pop("parallel", None)  # which the run does not keep
+    launcher = mpirun(grid_of(str(parallel)).size) if parallel else ()
     shared = [flag("parallel", parallel)] if parallel else []
     summary = run / "summary.json"
     if (run / "config.toml").exists():

@@ -433,7 +433,7 @@ def test_generation_is_that_of_the_real_model_alone(bundles: Path, tmp_path: Pat
 def test_an_interrupted_benchmark_keeps_its_rows(
     bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stops(settings: Any, run: Path, launcher: Any) -> dict[str, Any]:
+    def stops(settings: Any, run: Path) -> dict[str, Any]:
         raise InterruptedRunError("SIGTERM")
 
     output = tmp_path / "found.json"

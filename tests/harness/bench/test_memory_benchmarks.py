@@ -163,7 +163,7 @@ def test_predictions_are_shown_by_group_and_their_extremes() -> None:
 def test_the_reason_why_a_combination_was_not_measured_has_no_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(settings: Any, run: Path, launcher: Any) -> dict[str, Any]:
+    def refuses(settings: Any, run: Path) -> dict[str, Any]:
         raise BudgetError(f"no room in {run}; give more")
 
     monkeypatch.setattr(benchmark, "bundle_of", lambda *given: tmp_path / "b" / MODEL)
