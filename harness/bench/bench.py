@@ -34,8 +34,6 @@ BENCHMARKS: dict[str, str] = {
     "mebp-table3": "block_profiles.TABLE3",
     "mebp-table4": "mebp_tables.TABLE4",
     "mebp-figure2": "block_profiles.FIGURE2",
-    "zo2-ablation": "zo2_ablation.ZO2_ABLATION",
-    "zo2-full": "zo2_ablation.ZO2_FULL",
     "footprint": "footprint.FOOTPRINT",
     "prediction": "prediction.PREDICTION",
     "curve": "budget_curve.CURVE",

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from harness.bench.published import Publication
@@ -61,21 +60,16 @@ class Bench:
     runs: Path
     note: Note
 
-    def rows(
-        self,
-        measured: Callable[[Bench, Path, str, int], Row],
-        export: Mapping[str, str] = MappingProxyType({}),
-    ) -> Iterator[Row]:
+    def rows(self, measured: Callable[[Bench, Path, str, int], Row]) -> Iterator[Row]:
         """A row for each model and length: that of `measured`, or the reason why there is none.
 
-        `measured` is given the bundle, the model's name and the length; the bundles are exported
-        with the options `export`.
+        `measured` is given the bundle, the model's name and the length.
         """
         private = {str(self.runs): "RUNS", str(Path(self.config.bundles).resolve()): "BUNDLES"}
         for model, lengths in self.cases.items():
             bundle, failed = None, None
             try:
-                bundle = bundle_of(Path(self.config.bundles), model, lengths, self.note, export)
+                bundle = bundle_of(Path(self.config.bundles), model, lengths, self.note)
             except OnDeviceError as problem:
                 failed = f"no bundle: {reason(problem)}"
                 self.note(f"{model}: {failed}")
@@ -179,12 +173,9 @@ def measured_variant(variant: Variant, outcome: Outcome) -> dict[str, Any]:
     return {"name": variant.name, **asdict(variant), **figures(outcome)}
 
 
-def each_case(
-    measured: Callable[[Bench, Path, str, int], Row],
-    export: Mapping[str, str] = MappingProxyType({}),
-) -> Callable[[Bench], Iterator[Row]]:
+def each_case(measured: Callable[[Bench, Path, str, int], Row]) -> Callable[[Bench], Iterator[Row]]:
     """The rows of a benchmark that measures each model and length by itself: see `Bench.rows`."""
-    return lambda bench: bench.rows(measured, export)
+    return lambda bench: bench.rows(measured)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from harness.bench.benchmark import (
     variants_table,
 )
 from harness.bench.prediction import PREDICTED_UNDER, PREDICTED_WITHIN
-from harness.bench.zo2_ablation import measure_ablation
-from harness.measure.command import ondevice
+from harness.measure.command import flag, ondevice
 from harness.measure.repeats import Process, in_turn, most
 from harness.report.table import Table
 from runtime.bundle.store import open_bundle
@@ -72,7 +71,16 @@ def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
 
 def _process(bench: Bench, bundle: Path, length: int, variant: Variant) -> Process:
     """Train without ending at the budget, to measure also where memory is too small for it."""
-    measured = measure_ablation(bench, bundle, length, variant, "budget", cold=False)
+    settings = {
+        "method": variant.method,
+        "steps": bench.config.steps,
+        "seed": bench.config.seed,
+        "budget": bench.budget(bundle, length, variant),
+        "max_seq_length": length,
+        "scratch": bench.runs,
+    }
+    flags = [flag(name, value) for name, value in settings.items()]
+    measured = json.loads(ondevice(str(bundle), *flags, module="harness.bench.heap_process"))
     return {key: measured[key] for key in KEPT} | _extra(bundle, measured)
 
 

@@ -37,16 +37,6 @@ class Decompression:
     backward: float
 
 
-@dataclass(frozen=True)
-class Throughput:
-    """Tokens per second of ZO2, whole and with one feature removed."""
-
-    whole: float
-    no_scheduler: float
-    no_reusable_memory: float
-    no_efficient_update: float
-
-
 _MEBP = (
     "Memory-Efficient Backpropagation for Fine-Tuning LLMs on Resource-Constrained Mobile Devices"
 )
@@ -65,14 +55,6 @@ MESP = Publication(
     "iPhone 17 Pro",
     "batch 1, SGD, phys_footprint",
     ("mebp",),
-)
-ZO2_TABLE3 = Publication(
-    "ZO2: Scalable Zeroth-Order Fine-Tuning for Extremely Large Language Models with Limited GPU "
-    "Memory",
-    "Table 3",
-    "NVIDIA A100 80 GB, AMD Milan",
-    "SST-2, batch 1, 2048 tokens, 100 steps",
-    ("mezo",),
 )
 
 TRAINABLE_MILLIONS = {
@@ -123,14 +105,4 @@ DECOMPRESSION: dict[tuple[str, int], Decompression] = {
 # forward pass": transformer layers of Qwen2.5 1.5B, beside Figure 2
 BACKWARD_OVER_FORWARD: dict[tuple[str, int], tuple[float, float]] = {
     ("qwen2.5-1.5b", 256): (1.5, 1.3),  # memory, time
-}
-
-ABLATION: dict[str, Throughput] = {
-    "OPT-1.3B": Throughput(1955, 1109, 735, 1567),
-    "OPT-2.7B": Throughput(1086, 573, 422, 849),
-    "OPT-6.7B": Throughput(485, 225, 184, 373),
-    "OPT-13B": Throughput(259, 105, 103, 198),
-    "OPT-30B": Throughput(122, 35, 46, 81),
-    "OPT-66B": Throughput(40, 22, 15, 36),
-    "OPT-175B": Throughput(14, 8, 5, 13),
 }

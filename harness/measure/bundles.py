@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from export.sources.random import PRESETS
-from harness.measure.command import flag, ondevice
+from harness.measure.command import ondevice
 from runtime.bundle.store import MANIFEST, Bundle, open_bundle
 from runtime.core.errors import UsageError
 from runtime.core.notes import Note
@@ -33,33 +32,24 @@ def check_models(models: Sequence[str]) -> None:
         raise UsageError(f"no shapes for {', '.join(unknown)}; there are {', '.join(PRESETS)}")
 
 
-def bundle_of(
-    folder: Path,
-    model: str,
-    lengths: Sequence[int],
-    note: Note,
-    settings: Mapping[str, str] = MappingProxyType({}),
-) -> Path:
+def bundle_of(folder: Path, model: str, lengths: Sequence[int], note: Note) -> Path:
     """The bundle of a model in `folder` with graphs for `lengths`; it is exported where needed.
-
-    `settings` are further options of the export; their values are part of the bundle's name.
 
     Raises:
         UsageError: its place holds something else.
         OnDeviceError: it cannot be exported.
     """
-    path = folder / "-".join((model, *settings.values()))
+    path = folder / model
     buckets = set(lengths)
     force = (path / MANIFEST).is_file()
     if force:
         bundle = open_bundle(path)
-        _check(bundle, model, settings)
+        _check(bundle, model)
         if buckets <= {*bundle.manifest.buckets}:
             return path
         buckets |= {*bundle.manifest.buckets}
     note(f"exporting {path} for {', '.join(map(str, sorted(buckets)))} tokens")
     flags = ["--seq-lens", ",".join(map(str, sorted(buckets))), *(["--force"] if force else [])]
-    flags += [flag(name, value) for name, value in settings.items()]
     ondevice("export", f"random:{model}", "--output", str(path), *flags)
     return path
 
@@ -74,14 +64,13 @@ def smallest_megabytes(
     return math.ceil((plan["minimum_bytes"] + PROCESSES_DIFFER_BYTES) / _MB)
 
 
-def _check(bundle: Bundle, model: str, settings: Mapping[str, str]) -> None:
+def _check(bundle: Bundle, model: str) -> None:
     origin = bundle.manifest.provenance
     recorded = origin.get("settings", {})
     known = {key: str(value) for key, value in recorded.items() if key not in _FREE}  # as typed
-    if (origin.get("kind"), origin.get("name")) != ("random", model) or known != settings:
+    if (origin.get("kind"), origin.get("name")) != ("random", model) or known:
         odd = f" with {', '.join(sorted(known))} set" if known else ""
-        flags = "".join(f" {flag(name, value)}" for name, value in settings.items())
         raise UsageError(
             f"{bundle.path} holds {origin.get('name')}{odd}, not what `ondevice export "
-            f"random:{model}{flags}` makes; move it away or choose other --bundles"
+            f"random:{model}` makes; move it away or choose other --bundles"
         )

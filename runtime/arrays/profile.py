@@ -49,10 +49,6 @@ class Profile:
         if self.on:
             mx.eval(*arrays)
 
-    def clear(self) -> None:
-        self.seconds.clear()
-        self.blocks.clear()
-
     @contextmanager
     def _span(self, owner: str) -> Iterator[None]:
         self._inner.append(0.0)

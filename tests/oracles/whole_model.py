@@ -24,7 +24,6 @@ from export.sources.general import model_module
 from export.sources.source import Checkpoint
 from harness.peers import in_memory
 from harness.peers.in_memory import dequantized as dequantized
-from harness.peers.in_memory import plain_loss
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Sample
@@ -44,6 +43,21 @@ def dense_model(
     """
     model = in_memory.dense_model(bundle)
     return model if adapters is None else adapted(model, adapters, dropout)
+
+
+def plain_loss(model: Model, adapters: Adapters, rows: Sequence[Sample]) -> float:
+    """Mean loss over all scored targets, each sample run by itself from end to end."""
+    total, count = 0.0, 0
+    for row in rows:
+        x = model.embed(row.inputs, adapters.loras(model.blocks[0]), row.offsets)
+        for block in model.blocks[1:-1]:
+            x = model.forward(block, x, adapters.loras(block), row.offsets)
+        h = model.hidden(x, row.scored)
+        loras = [adapters.loras(model.blocks[-1])]
+        (result,) = model.losses([h], [row.targets], gradient=False, loras=loras)
+        total += float(result.loss.sum().item())  # type: ignore[arg-type]
+        count += len(row.targets)
+    return total / count
 
 
 def checkpoint_model(checkpoint: Checkpoint) -> nn.Module:

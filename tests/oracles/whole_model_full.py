@@ -5,20 +5,66 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import ml_dtypes
+import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
-from harness.peers.in_memory import F32, MemoryWeights, all_weights, plain_loss
+from oracles.whole_model import plain_loss
+from runtime.arrays.stored import Block, Matrix
+from runtime.arrays.weight_source import FloatTile
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.engine.sample import Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.row_noise import RowNoise
+from runtime.storage.weights import Weights
 
+F32 = npt.NDArray[np.float32]
 STORED = {  # how many bits of a float32's mantissa each type lacks
     "float32": (np.float32, 0),
     "float16": (np.float16, 13),
     "bfloat16": (ml_dtypes.bfloat16, 16),
 }
+
+
+class MemoryWeights:
+    """A source of weights that are all in memory, float32; vectors have one row."""
+
+    def __init__(self, bundle: Bundle, tensors: dict[str, F32]) -> None:
+        self.tensors = tensors
+        matrices = bundle.manifest.matrices
+        self._shapes = {name: one.shape for name, one in bundle.manifest.vectors.items()}
+        self._names = {matrix.packed.offset: name for name, matrix in matrices.items()}
+
+    def vector(self, name: str) -> mx.array:
+        return mx.array(self.tensors[name][0].reshape(self._shapes[name]))
+
+    def tile(self, matrix: Matrix, start: int, stop: int) -> FloatTile:
+        return FloatTile(mx.array(self.tensors[self._names[matrix.packed.offset]][start:stop]))
+
+    def columns(self, matrix: Matrix, start: int, stop: int) -> FloatTile:
+        tensor = self.tensors[self._names[matrix.packed.offset]]
+        return FloatTile(mx.array(tensor[:, start:stop]))
+
+    def gather(self, matrix: Matrix, rows: npt.NDArray[np.int64]) -> FloatTile:
+        return FloatTile(mx.array(self.tensors[self._names[matrix.packed.offset]][rows]))
+
+    def read_ahead(self, block: Block) -> None:
+        """Nothing: everything is in memory."""
+
+    def release(self, block: Block) -> None:
+        """Nothing: everything stays in memory."""
+
+
+def all_weights(bundle: Bundle) -> dict[str, F32]:
+    """Every matrix (R, C) and vector (1, N) of a bundle in floating point, as float32."""
+    weights, manifest = Weights(bundle), bundle.manifest
+    arrays = {name: np.array(weights.vector(name)).reshape(1, -1) for name in manifest.vectors}
+    for name, matrix in manifest.matrices.items():
+        tile = weights.tile(matrix, 0, matrix.rows)
+        assert isinstance(tile, FloatTile)
+        arrays[name] = np.array(tile.values.astype(mx.float32))
+    return arrays
 
 
 class MonolithicFullMeZO:

@@ -51,8 +51,6 @@ class FullZerothOrder(ZerothOrder):
         if gradients is not None:
             learned = Update(number, rate, tuple(gradients), self.weight_decay)
         self.weights.learn(learned)
-        if not self.defer:
-            self.weights.settle()
         return result
 
     def _moved(self, number: int, point: Point) -> Loras:

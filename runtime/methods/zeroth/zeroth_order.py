@@ -84,7 +84,6 @@ class ZerothOrder:
     lanes: int = 2
     objective: Objective = field(default_factory=NextToken)
     workers: Workers = field(default_factory=Workers)
-    defer: bool = True
     skipped: int = 0  # losses in a row that were not finite
     unmoved: int = 0  # steps in a row in which no perturbation changed a loss
     whole: bool = True  # until the descent measures something in the step
@@ -401,8 +400,6 @@ class ZerothOrder:
         update = Update(number, rate, gradients, self.weight_decay, extras)
         self._pending = True
         self.descent.remember(update)
-        if not self.defer:
-            self.settle()
         return StepResult(mean, passes, 0, update.record, shown=shown)
 
     def _check_moved(self, losses: Losses) -> None:

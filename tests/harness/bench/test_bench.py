@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,13 @@ from support.runs import refuses
 from support.shared import Shared
 
 from harness.bench import bench as benches
-from harness.bench import benchmark, published, zo2_ablation
+from harness.bench import benchmark, published
 from harness.bench.bench import BENCHMARKS, bench, command, find, to_text
 from harness.bench.block_profiles import _shares, together
 from harness.bench.mebp_tables import TABLE2
 from harness.config.bench import BenchConfig
 from harness.measure import bundles as exported
 from harness.measure.bundles import bundle_of
-from harness.measure.page_cache import cached_share, drop
 from harness.measure.repeats import (
     Outcome,
     figures,
@@ -127,17 +124,6 @@ def test_published_figures_agree_with_what_the_papers_say_of_them() -> None:
     assert int(max(one.forward for one in decompression)) == 42
     assert int(min(one.backward for one in decompression)) == 13
     assert int(max(one.backward for one in decompression)) == 24
-    mezo = {"OPT-1.3B": 1998, "OPT-2.7B": 1104, "OPT-6.7B": 492, "OPT-13B": 266}
-    factors = {  # printed beside the throughputs, of MeZO's
-        "OPT-1.3B": (0.56, 0.37, 0.78, 0.97),
-        "OPT-2.7B": (0.52, 0.38, 0.77, 0.98),
-        "OPT-6.7B": (0.46, 0.37, 0.76, 0.98),
-        "OPT-13B": (0.39, 0.39, 0.74, 0.97),
-    }
-    for model, factor in factors.items():
-        one = published.ABLATION[model]
-        found = (one.no_scheduler, one.no_reusable_memory, one.no_efficient_update, one.whole)
-        assert [value / mezo[model] for value in found] == pytest.approx(factor, abs=0.01)
 
 
 def made_up_row(model: str) -> dict[str, Any]:
@@ -271,26 +257,6 @@ def test_bundles_are_used_again_and_others_are_not(
     assert ran[0][-3:] == ("--seq-lens", "16,32,64", "--force")
 
 
-def test_a_bundle_of_other_bits_is_used_again(tmp_path: Path) -> None:
-    notes: list[str] = []
-    first, again = (bundle_of(tmp_path, MODEL, (16,), notes.append, {"bits": "8"}) for _ in "12")
-    assert first == again and len(notes) == 1
-
-
-def test_pages_are_dropped_and_counted(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(1 << 20))
-    path.read_bytes()
-    try:
-        drop(path)
-    except OnDeviceError as problem:
-        assert "posix_fadvise" in str(problem)
-        return
-    left = cached_share(path)
-    path.read_bytes()
-    assert 0 <= left <= cached_share(path) == 1
-
-
 # --- end to end -------------------------------------------------------------------------------
 
 
@@ -359,56 +325,6 @@ def test_figure2(bundles: Path, tmp_path: Path) -> None:
         assert one["backward_over_forward"]["memory"] > 0
     assert (tmp_path / f"found-{MODEL}-16.svg").read_bytes().startswith(b"<svg")
     assert "x" in to_text(report)
-
-
-def test_zo2_ablation(bundles: Path, tmp_path: Path) -> None:
-    report = run(bundles, tmp_path, "zo2-ablation")
-    found = {one["name"]: one for one in report["rows"][0]["variants"]}
-    assert len(found) == 7
-    for name, one in found.items():
-        if "cold" in name and one["failed"]:
-            assert "cache" in one["failed"]  # where the system cannot drop pages
-            continue
-        assert one["failed"] is None and one["same_losses"] is True, name
-        assert len(one["processes"][0]["losses"]) == 3
-        whole = found["full, cold file" if "cold" in name else "full"]
-        assert (one["ratio"] is None) == (whole is one or bool(whole["failed"]))
-    text = to_text(report)
-    assert "x1.90  x1.75-x3.49" in text and "NVIDIA A100 80 GB" in text
-
-
-@pytest.mark.slow
-def test_zo2_full(bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All parameters; deferring the update changes no loss, all in memory is rounded apart."""
-    for name in zo2_ablation.VARIANTS:  # of which the ablation of adapters tests the others
-        if name not in ("full", "without the deferred update"):
-            monkeypatch.delitem(zo2_ablation.FULL_VARIANTS, name)
-    report = run(bundles, tmp_path, "zo2-full")
-    assert (bundles / f"{MODEL}-full" / MANIFEST).exists()
-    whole, at_once, memory = report["rows"][0]["variants"]
-    assert (whole["same_losses"], at_once["same_losses"], memory["same_losses"]) == (1, 1, 0)
-    assert 0 < memory["largest_difference"] < 1e-3 and memory["memory"] > 0
-    assert "within " in to_text(report)
-
-
-def test_all_in_memory_needs_a_bundle_of_all_parameters(bundles: Path, tmp_path: Path) -> None:
-    bundle_of(bundles, MODEL, (16,), print)
-    command = [sys.executable, "-m", "harness.bench.steps_process", str(bundles / MODEL)]
-    done = subprocess.run(
-        [*command, "--without=disk", "--max-seq-length=16", f"--scratch={tmp_path}"],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 2 and "are in memory anyway" in done.stderr
-
-
-@pytest.mark.parametrize("feature", ["single-read", "deferred-update"])
-def test_features_that_a_method_does_not_have(bundles: Path, tmp_path: Path, feature: str) -> None:
-    bundle = bundle_of(bundles, MODEL, (16,), print)
-    words = ["--method=mebp", "--max-seq-length=16", f"--without={feature}"]
-    words += [f"--scratch={tmp_path}"]
-    command = [sys.executable, "-m", "harness.bench.steps_process", str(bundle), *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "mebp has no such feature" in done.stderr
 
 
 def test_bundles_that_cannot_be_made_are_said_so_in_their_rows(
