@@ -31,9 +31,7 @@ from runtime.core.units import format_bytes
 # where each benchmark stands in this package; it is imported when it is named, or listed
 BENCHMARKS: dict[str, str] = {
     "mebp-table2": "mebp_tables.TABLE2",
-    "mebp-table3": "block_profiles.TABLE3",
     "mebp-table4": "mebp_tables.TABLE4",
-    "mebp-figure2": "block_profiles.FIGURE2",
     "footprint": "footprint.FOOTPRINT",
     "prediction": "prediction.PREDICTION",
     "curve": "budget_curve.CURVE",

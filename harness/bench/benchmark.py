@@ -114,12 +114,11 @@ class Bench:
         length: int,
         variants: Sequence[Variant],
         kept: Callable[[dict[str, Any]], Process] = lambda summary: {},
-        profile: bool = False,
     ) -> dict[Variant, Outcome]:
         """Train every variant `--repeats` times; `kept` extracts from each summary."""
 
         def run(variant: Variant) -> Process:
-            process, summary = self.train(bundle, length, variant, profile)
+            process, summary = self.train(bundle, length, variant)
             return process | kept(summary)
 
         runs = {variant.name: partial(run, variant) for variant in variants}
@@ -131,7 +130,6 @@ class Bench:
         bundle: Path,
         length: int,
         variant: Variant,
-        profile: bool = False,
     ) -> tuple[Process, dict[str, Any]]:
         """Train for `--steps` in a fresh process: measurements, and the summary with its plan."""
         settings: dict[str, object] = {
@@ -144,7 +142,6 @@ class Bench:
             "max_seq_length": length,
             "steps": self.config.steps,
             "save_every": 0,
-            "profile": profile,
         }
         with tempfile.TemporaryDirectory(dir=self.runs) as place:
             run = Path(place) / "run"

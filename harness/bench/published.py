@@ -29,14 +29,6 @@ class Step:
     peak_mb: float
 
 
-@dataclass(frozen=True)
-class Decompression:
-    """Percent of the time of a pass that dequantizing weights takes."""
-
-    forward: float
-    backward: float
-
-
 _MEBP = (
     "Memory-Efficient Backpropagation for Fine-Tuning LLMs on Resource-Constrained Mobile Devices"
 )
@@ -44,11 +36,7 @@ _IPHONE = "iPhone 15 Pro Max, 8 GB"
 _BOTH = ("mebp", "mezo")
 _SETTING = "batch 1, LoRA rank 8 on all linear layers, mean of 10 runs, phys_footprint"
 MEBP_TABLE2 = Publication(_MEBP, "Table 2", _IPHONE, f"256 tokens, {_SETTING}", _BOTH)
-MEBP_TABLE3 = Publication(_MEBP, "Table 3", _IPHONE, f"256 tokens, {_SETTING}", ("mebp",))
 MEBP_TABLE4 = Publication(_MEBP, "Table 4", _IPHONE, f"Qwen2.5 1.5B, {_SETTING}", _BOTH)
-MEBP_FIGURE2 = Publication(
-    _MEBP, "Figure 2", _IPHONE, f"Qwen2.5 1.5B, 256 tokens, {_SETTING}", ("mebp",)
-)
 MESP = Publication(
     "MeSP, arXiv 2602.13069",
     "peak memory by model and by length",
@@ -91,18 +79,4 @@ MESP_PEAK_MB: dict[tuple[str, int], float] = {  # by model and tokens
     ("qwen2.5-0.5b", 1024): 513.6,
     ("qwen2.5-1.5b", 256): 262.6,
     ("qwen2.5-3b", 256): 368.4,
-}
-
-DECOMPRESSION: dict[tuple[str, int], Decompression] = {
-    ("qwen2.5-0.5b", 256): Decompression(34.91, 15.80),
-    ("qwen2.5-1.5b", 256): Decompression(32.77, 17.86),
-    ("qwen2.5-3b", 256): Decompression(36.15, 21.15),
-    ("gemma3-1b", 256): Decompression(32.37, 13.27),
-    ("gemma3-4b", 256): Decompression(42.87, 24.18),
-}
-
-# "the backward pass uses approximately 50% more memory and is 30% slower than the corresponding
-# forward pass": transformer layers of Qwen2.5 1.5B, beside Figure 2
-BACKWARD_OVER_FORWARD: dict[tuple[str, int], tuple[float, float]] = {
-    ("qwen2.5-1.5b", 256): (1.5, 1.3),  # memory, time
 }

@@ -16,7 +16,6 @@ from support.shared import Shared
 from harness.bench import bench as benches
 from harness.bench import benchmark, published
 from harness.bench.bench import BENCHMARKS, bench, command, find, to_text
-from harness.bench.block_profiles import _shares, together
 from harness.bench.mebp_tables import TABLE2
 from harness.config.bench import BenchConfig
 from harness.measure import bundles as exported
@@ -86,28 +85,6 @@ def test_figures_of_all_processes() -> None:
     assert time_ratio(slow, empty) is peak_ratio(empty, slow) is spread([]) is None
 
 
-def test_profiles_of_several_processes() -> None:
-    def block(name: str, unpack: float, peak: int) -> dict[str, Any]:
-        owners = {"unpack": unpack, "read": 0.1}
-        forward = {"forward_s": 1.0, "forward_peak_bytes": peak, "forward_owners_s": owners}
-        more = {"backward_s": 2.0, "backward_peak_bytes": 2 * peak, "backward_owners_s": owners}
-        return {"name": name, **forward, **({} if name == "head" else more)}
-
-    one = [block("l0", 0.2, 10), block("l1", 0.4, 10), block("head", 0.1, 50)]
-    two = [block("l0", 0.4, 12), block("l1", 0.4, 11), block("head", 0.3, 40)]
-    both = together([one, two])
-    assert both[0]["forward_owners_s"]["unpack"] == pytest.approx(0.3)
-    assert both[0]["backward_peak_bytes"] == 24 and both[2]["forward_peak_bytes"] == 50
-    assert together([]) == []
-    shares = _shares(
-        {"blocks": one, "seconds": 14.0, "steps": 2, "seconds_per_step": {"unpack": 1.4}}
-    )
-    assert shares["unpack"] == pytest.approx(
-        {"forward": 0.3, "backward": 0.15, "head": 0.1, "step": 0.2}
-    )
-    assert shares["read"]["step"] == 0.0
-
-
 # --- the papers' figures and their tables -----------------------------------------------------
 
 
@@ -119,11 +96,6 @@ def test_published_figures_agree_with_what_the_papers_say_of_them() -> None:
     most = max(mebp.peak_mb / mezo.peak_mb for mebp, mezo in table2)
     assert 1.19 < most < 1.2  # "up to 20% more memory"
     assert all(steps[key].peak_mb > 300 for key in steps)
-    decompression = [published.DECOMPRESSION[name, 256] for name in published.MODELS]
-    assert int(min(one.forward for one in decompression)) == 32  # "32% to 42% ... 13% to 24%"
-    assert int(max(one.forward for one in decompression)) == 42
-    assert int(min(one.backward for one in decompression)) == 13
-    assert int(max(one.backward for one in decompression)) == 24
 
 
 def made_up_row(model: str) -> dict[str, Any]:
@@ -293,38 +265,18 @@ def test_table2(bundles: Path, tmp_path: Path) -> None:
 
 
 def test_table4(bundles: Path, tmp_path: Path) -> None:
-    report = run(bundles, tmp_path, "mebp-table4", seq_lens="16,32", plans="budget")
+    report = run(
+        bundles, tmp_path, "mebp-table4", seq_lens="16,32", plans="budget", budget="1MB,1GB"
+    )
     assert [row["tokens"] for row in report["rows"]] == [16, 32]
     for row in report["rows"]:
-        assert [one["method"] for one in row["variants"]] == ["mebp", "mezo"]
-        assert all(one["processes"][0]["budget_bytes"] == 10**9 for one in row["variants"])
-
-
-def test_table3_and_what_does_not_fit(bundles: Path, tmp_path: Path) -> None:
-    report = run(bundles, tmp_path, "mebp-table3", budget="1MB,min", plans="budget")
-    small, least = report["rows"][0]["variants"]
-    assert "budget 1 MB < " in small["failed"] and small["processes"] == []
-    budget = least["processes"][0]["budget_bytes"]
-    assert least["peak_footprint_bytes"] <= budget < 60_000_000 and budget % 1_000_000 == 0
-    shares = least["shares"]["unpack"]
-    assert all(0 < shares[part]["median"] < 1 for part in ("head", "step"))
-    # a budget of whole megabytes may leave room for the weights of layers as small as these
-    assert all(0 <= shares[part]["median"] < 1 for part in ("forward", "backward"))
+        *small, mebp, mezo = row["variants"]
+        assert [one["method"] for one in (mebp, mezo)] == ["mebp", "mezo"]
+        assert all(one["processes"][0]["budget_bytes"] == 10**9 for one in (mebp, mezo))
+        assert all("budget 1 MB < " in one["failed"] and one["processes"] == [] for one in small)
     text = to_text(report)
-    assert (
-        "did not run" in text
-        and f"- {MODEL} at 16 tokens, mebp, our plan, 1MB: budget 1 MB" in text
-    )
-
-
-def test_figure2(bundles: Path, tmp_path: Path) -> None:
-    report = run(bundles, tmp_path, "mebp-figure2")
-    for one in report["rows"][0]["variants"]:
-        names = [block["name"] for block in one["blocks"]]
-        assert names == ["embed", "model.layers.0", "model.layers.1", "head"]
-        assert one["backward_over_forward"]["memory"] > 0
-    assert (tmp_path / f"found-{MODEL}-16.svg").read_bytes().startswith(b"<svg")
-    assert "x" in to_text(report)
+    assert "did not run" in text
+    assert f"- {MODEL} at 16 tokens, mebp, our plan, 1MB: budget 1 MB" in text
 
 
 def test_bundles_that_cannot_be_made_are_said_so_in_their_rows(
