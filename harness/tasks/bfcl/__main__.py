@@ -1,11 +1,9 @@
-"""The Berkeley Function Calling Leaderboard as a task: rows to train on, and Table 1 of MeBP.
+"""The Berkeley Function Calling Leaderboard as a task: rows to train on, and questions to ask.
 
     python -m harness.tasks.bfcl prepare BUNDLE -o FOLDER
-    python -m harness.tasks.bfcl table BUNDLE --data FOLDER -o OUTPUT
 
-The first command writes rows for training and held-out questions, which `ondevice eval BUNDLE
---data FOLDER --task bfcl` asks. The second measures a model before training, trains it by MeZO and
-by MeBP, and measures it again.
+writes rows for training and held-out questions, which `ondevice eval BUNDLE --data FOLDER --task
+bfcl` asks.
 """
 
 from __future__ import annotations
@@ -27,9 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="prepare | table")
+    commands = parser.add_subparsers(required=True, metavar="prepare")
     _prepare_options(commands.add_parser("prepare", help="write rows to train on and to ask"))
-    _table_options(commands.add_parser("table", help="ask before and after training"))
     given = parser.parse_args(argv)
     try:
         given.work(given)
@@ -78,25 +75,6 @@ def _prepare(given: Any) -> None:
                 f"{number} {what.replace('_', ' ')}" for what, number in numbers.items()
             )
             print(f"  {category}: {told}")
-
-
-def _table_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", help="bundle of the model")
-    parser.add_argument("--data", type=Path, required=True, help="folder that prepare wrote")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder for results")
-    parser.add_argument("--max-seq-length", type=int, default=384, help="as that of prepare")
-    parser.add_argument("--questions", type=int, default=0, help="the first so many; 0 for all")
-    parser.add_argument("--seed", type=int, default=0, help="of the trainings")
-    parser.set_defaults(work=_table)
-
-
-def _table(given: Any) -> None:
-    from harness.tasks.bfcl.table import Stages, describe, run
-
-    stages = Stages(
-        given.bundle, given.data, given.output, given.max_seq_length, given.questions, given.seed
-    )
-    print(describe(run(stages)))
 
 
 if __name__ == "__main__":
