@@ -468,11 +468,8 @@ class ZerothOrder:
         return self.adapters.digest()
 
     def write(self, path: Path) -> None:
-        """Write the state besides the adapters: how many losses in a row were not finite.
-
-        The estimator and the descent add their own state.
-        """
-        facts = {"skipped": self.skipped, **self.estimator.state(), **self.descent.state()}
+        """Write the state besides the adapters: how many losses were skipped, the descent's."""
+        facts = {"skipped": self.skipped, **self.descent.state()}
         with storage_errors(path), path.open("wb") as file:
             file.write(json.dumps(facts).encode())
             self.descent.write(file)
@@ -490,7 +487,6 @@ class ZerothOrder:
             with path.open("rb") as file:
                 facts = from_json(file.readline())
                 self.skipped = int(facts["skipped"])
-                self.estimator.restore(facts)
                 self.descent.restore(facts)
                 self.descent.read(file)
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as problem:
