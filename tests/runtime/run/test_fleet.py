@@ -208,10 +208,7 @@ def test_a_worker_leaves_for_20_steps_and_returns(stage: Stage, alone: Path) -> 
 @pytest.mark.parametrize(
     "options",
     [
-        {"method": "hizoo"},
-        pytest.param(
-            {"zo_optimizer": "adam", "zo_window": 3, "grad_accumulation": 2}, marks=pytest.mark.slow
-        ),
+        {"zo_optimizer": "adam", "zo_window": 3, "grad_accumulation": 2},
     ],
 )
 def test_methods_with_a_state_go_on(
