@@ -6,9 +6,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# the leaderboard's checker for its tests; what it pins does not go with ours, and it needs none of it
-BFCL := bfcl-eval>=2026.3.23,<2027
-
 # Two processes; whichever has no tests left takes over some of the other's.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -44,7 +41,6 @@ $(VENV)/.ready: pyproject.toml
 packages:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-compile -e '.[onednn,numba,demo,dev]'
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps '$(BFCL)'
 
 # On x86-64 the OpenBLAS wheel needs the Fortran runtime, which minimal Linux images lack; elsewhere
 # there is no such wheel, and OpenBLAS is the system's.

@@ -28,7 +28,6 @@ RUNS = ("my-run", "another-run", "run", "RUN")
 
 BENCHES = "it takes minutes; tests/harness/bench runs every benchmark on tiny shapes"
 REAL = "it needs the real model; test_the_quick_start_learns runs the README's script"
-BFCL = "it needs the rows of bfcl-eval; tests/harness/tasks scores such rows"
 NO_NAME = "llama.cpp has no name for the tiny tokenizer; tests/export/fused writes such files"
 SEVERAL = "tests/runtime/run/test_several_workers.py starts several processes"
 ELSEWHERE = {  # the beginning of a command: why it does not run here
@@ -40,8 +39,6 @@ ELSEWHERE = {  # the beginning of a command: why it does not run here
     "ondevice generate gemma --max-tokens 20": REAL,
     "ondevice fuse bundle --adapter run -o model.gguf": NO_NAME,
     "ondevice train gemma --data home.jsonl": REAL,
-    "ondevice train my-model --data calls": BFCL,
-    "ondevice eval my-model --data calls": BFCL,
 }
 TINY = {"tiny", "tiny-mezo"}  # of the script that test_the_run_without_a_download runs
 NEEDS = {"--report-to tensorboard": "tensorboardX", "--report-to wandb": "wandb"}

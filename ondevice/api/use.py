@@ -28,15 +28,12 @@ def evaluate(
     is not finite is None, and no error.
 
     Raises:
-        UsageError: rows are longer than the bundle has graphs for, or `config` names a source or
-            the task bfcl.
+        UsageError: rows are longer than the bundle has graphs for, or `config` names a source.
         BudgetError: the budget is too small, or was passed.
         BundleError, DataError: the bundle, the adapter or the data cannot be used.
     """
     if config.source is not None:
         raise UsageError("a source is for compare_with_source(config); leave it out")
-    if config.task == "bfcl":
-        raise UsageError("task bfcl is for the command `ondevice eval` alone; take another task")
     prepare()
     from runtime.run.evaluate import run_eval
     from runtime.run.results import Events

@@ -98,9 +98,8 @@ COMMANDS = (
     ),
     Command(
         "eval",
-        "measure loss, labels or function calls on held-out data",
-        "With --task bfcl the model answers questions of the Berkeley Function Calling "
-        "Leaderboard, whose own checker judges its calls.",
+        "measure loss, labels or exact answers on held-out data",
+        "",
         "runtime.config.evaluate.EvalConfig",
         CommandGroup.USE,
     ),

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.base import (
-    COUNT,
     FILLED,
     NOT_NEGATIVE,
-    Group,
     choice,
-    flag,
     option,
     refuse,
     required,
@@ -24,16 +21,7 @@ from runtime.config.shared import (
     adapter_field,
 )
 
-TASKS = ("perplexity", "labels", "exact", "bfcl")
-_OF_CALLS = ("max_tokens", "answers")  # options of --task bfcl alone
-_OF_ROWS = (
-    "parallel",
-    "loss_on",
-    "columns",
-    "skip_bad_rows",
-    "keep_empty",
-    "arithmetic",
-)
+TASKS = ("perplexity", "labels", "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +35,8 @@ class EvalConfig(BundleConfig, DataOptions):
     task: str = choice(
         "perplexity",
         "what is measured: the loss of the tokens (perplexity); how often the right label is the "
-        "most likely of the labels in the data (labels); how many rows have nothing but most "
-        "likely tokens (exact); or function calls, generated and judged as by the Berkeley "
-        "Function Calling Leaderboard (bfcl)",
+        "most likely of the labels in the data (labels); or how many rows have nothing but "
+        "most likely tokens (exact)",
         *TASKS,
     )
     source: str | None = option(
@@ -60,16 +47,6 @@ class EvalConfig(BundleConfig, DataOptions):
         metavar="CHECKPOINT",
     )
     eval_rows: int = option(0, "rows to evaluate; 0 for all (of random:SEED one)", NOT_NEGATIVE)
-    max_tokens: int = option(
-        128, "with --task bfcl: tokens of an answer at most", COUNT, Group.EVALUATION
-    )
-    answers: str | None = option(
-        None,
-        "with --task bfcl: file to write the model's answers to, as JSON lines",
-        FILLED,
-        Group.EVALUATION,
-        metavar="FILE",
-    )
     parallel: str | None = parallel_field("data")
 
     def __post_init__(self) -> None:
@@ -83,10 +60,4 @@ class EvalConfig(BundleConfig, DataOptions):
             problems.append("--source compares models in one arithmetic: leave out --arithmetic")
         if self.source is not None and self.parallel is not None:
             problems.append("--source compares in one process: leave out --parallel")
-        unused = _OF_ROWS if self.task == "bfcl" else _OF_CALLS
-        problems += [
-            f"{flag(name)} has no effect with --task {self.task}: leave it out"
-            for name in unused
-            if self.was_given(name)
-        ]
         refuse(type(self), problems)

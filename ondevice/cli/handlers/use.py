@@ -31,9 +31,6 @@ def run_eval(arguments: argparse.Namespace) -> None:
     if config.source is not None:
         _eval_beside_source(config, arguments.json)
         return
-    if config.task == "bfcl":
-        _eval_calls(config, arguments.json)
-        return
     from ondevice.cli.describe import describe_task
     from runtime.run.evaluate import run_eval
     from runtime.run.results import Events
@@ -58,21 +55,6 @@ def run_eval(arguments: argparse.Namespace) -> None:
             "a loss that is not finite: weights are not numbers, or too large; export the model "
             "again, or leave out the adapter"
         )
-
-
-def _eval_calls(config: EvalConfig, as_json: bool) -> None:
-    """Have function calls generated and judged, and keep the answers where they are wanted."""
-    from harness.measure.provenance import repository_only
-
-    with repository_only():
-        from harness.tasks.bfcl.score import describe, run
-
-    with task_bar("question") as progress:
-        report = run(config, lambda done, total: progress("answering", done, total), note)
-    if as_json:
-        print_json(report)
-    else:
-        out(describe(report))
 
 
 def _eval_beside_source(config: EvalConfig, as_json: bool) -> None:

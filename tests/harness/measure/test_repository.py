@@ -37,7 +37,6 @@ def without_parts(*words: str, folder: Path) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        ("harness.tasks", ("eval", "bundle", "--data", "questions", "--task", "bfcl")),
         ("harness.peers", ("bench", "peers")),
         ("harness.peers", ("bench", "generation")),
     ],

@@ -184,8 +184,6 @@ def test_errors_are_the_command_s(tiny: Tiny, tmp_path: Path) -> None:
         ondevice.evaluate(ondevice.EvalConfig(bundle=path, data="random:0", source="x"))
     with pytest.raises(UsageError, match="give the checkpoint as source"):
         ondevice.compare_with_source(ondevice.EvalConfig(bundle=path, data="random:0"))
-    with pytest.raises(UsageError, match="task bfcl is for the command"):
-        ondevice.evaluate(ondevice.EvalConfig(bundle=path, data="random:0", task="bfcl"))
     with pytest.raises(BudgetError, match="smallest that fits"):
         ondevice.plan(ondevice.PlanConfig(bundle=path, budget="1MB", max_seq_length=16))
     with pytest.raises(BundleError):

@@ -96,11 +96,8 @@ def test_rows_without_labels_are_refused(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--task=calls",), "task is 'calls'; it must be perplexity, labels, exact or bfcl"),
+        (("--task=calls",), "task is 'calls'; it must be perplexity, labels or exact"),
         (("--task=exact", "--source=x"), "leave out --task exact"),
-        (("--max-tokens=9",), "--max-tokens has no effect with --task perplexity"),
-        (("--task=labels", "--answers=x"), "--answers has no effect with --task labels"),
-        (("--task=bfcl", "--loss-on=all"), "--loss-on has no effect with --task bfcl"),
     ],
 )
 def test_options_of_other_tasks_are_refused(options: tuple[str, ...], said: str) -> None:

@@ -1,1 +1,0 @@
-"""The Berkeley Function Calling Leaderboard: its single-turn questions, asked and judged."""
