@@ -32,8 +32,6 @@ from runtime.core.units import format_bytes
 BENCHMARKS: dict[str, str] = {
     "mebp-table2": "mebp_tables.TABLE2",
     "mebp-table4": "mebp_tables.TABLE4",
-    "footprint": "footprint.FOOTPRINT",
-    "prediction": "prediction.PREDICTION",
     "curve": "budget_curve.CURVE",
     "peers": "peers.PEERS",
     "generation": "generation.GENERATION",
@@ -102,10 +100,7 @@ def _measure(
         runs = tempfile.TemporaryDirectory(dir=bundles, prefix=".runs-")
     with runs as scratch:
         budgets = config.budgets or benchmark.budgets
-        cases = {
-            model: config.lengths or benchmark.own_lengths.get(model, benchmark.lengths)
-            for model in models
-        }
+        cases = dict.fromkeys(models, config.lengths or benchmark.lengths)
         for row in benchmark.rows(Bench(config, cases, budgets, Path(scratch), note)):
             report["rows"].append(row)
             _write(report, output)

@@ -10,7 +10,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,7 @@ def each_case(measured: Callable[[Bench, Path, str, int], Row]) -> Callable[[Ben
 class Benchmark:
     """One entry of `ondevice bench`.
 
-    `models`, `lengths` (for some models `own_lengths`) and `budgets` are measured where the command
+    `models`, `lengths` and `budgets` are measured where the command
     line names no others; `pictures` returns charts by file name suffix.
     """
 
@@ -193,7 +193,6 @@ class Benchmark:
     pictures: Callable[[Sequence[Row]], Mapping[str, Sequence[Chart]]] = lambda rows: {}
     facts: Callable[[Sequence[Row]], Mapping[str, Any]] = lambda rows: {}
     budgets: Sequence[str] = ("1GB",)
-    own_lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def place(row: Row) -> tuple[str, str]:

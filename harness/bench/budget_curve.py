@@ -150,7 +150,10 @@ def _notes(method: str, comparison: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
-    head = ("method", "budget", "products", "s/step", "low-high", "peak MB", "predicted MB", "plan")
+    head = (
+        "method", "budget", "products", "s/step", "low-high", "peak MB", "predicted MB", "error",
+        "plan",
+    )  # fmt: skip
     return [variants_table("Seconds of a step against the budget", head, rows, 5, _cells)]
 
 
@@ -173,7 +176,8 @@ def _cells(row: Row, variant: Mapping[str, Any]) -> Cells:
         *head,
         *around(variant["step_s"], seconds),
         megabytes(variant["peak_footprint_bytes"]),
-        megabytes(variant["processes"][0]["predicted_peak_bytes"]),
+        megabytes(predicted := variant["processes"][0]["predicted_peak_bytes"]),
+        f"{100 * (predicted / variant['peak_footprint_bytes'] - 1):+.1f} %",
         ", ".join(f"{key} {value}" for key, value in choices.items()),
     )
 
@@ -217,6 +221,7 @@ CURVE = Benchmark(
     (
         "low-high: the range of all timed steps; time rises beyond the spread where every step of "
         "a larger budget took longer than every step of a smaller one, and their plans differ",
+        "error: (predicted - measured) / measured peak",
         f"budgets: {POINTS}, each the same factor above the one before it, or those of --budget",
     ),
     _pictures,

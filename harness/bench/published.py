@@ -37,13 +37,6 @@ _BOTH = ("mebp", "mezo")
 _SETTING = "batch 1, LoRA rank 8 on all linear layers, mean of 10 runs, phys_footprint"
 MEBP_TABLE2 = Publication(_MEBP, "Table 2", _IPHONE, f"256 tokens, {_SETTING}", _BOTH)
 MEBP_TABLE4 = Publication(_MEBP, "Table 4", _IPHONE, f"Qwen2.5 1.5B, {_SETTING}", _BOTH)
-MESP = Publication(
-    "MeSP, arXiv 2602.13069",
-    "peak memory by model and by length",
-    "iPhone 17 Pro",
-    "batch 1, SGD, phys_footprint",
-    ("mebp",),
-)
 
 TRAINABLE_MILLIONS = {
     "qwen2.5-0.5b": 4.39,
@@ -70,13 +63,4 @@ STEPS: dict[tuple[str, int, str], Step] = {  # by model, tokens and method: Tabl
     ("qwen2.5-1.5b", 512, "mebp"): Step(17.14, 624.62),
     ("qwen2.5-1.5b", 1024, "mezo"): Step(18.18, 986.00),
     ("qwen2.5-1.5b", 1024, "mebp"): Step(34.40, 994.09),
-}
-
-MESP_PEAK_MB: dict[tuple[str, int], float] = {  # by model and tokens
-    ("qwen2.5-0.5b", 128): 110.7,
-    ("qwen2.5-0.5b", 256): 136.2,
-    ("qwen2.5-0.5b", 512): 245.8,
-    ("qwen2.5-0.5b", 1024): 513.6,
-    ("qwen2.5-1.5b", 256): 262.6,
-    ("qwen2.5-3b", 256): 368.4,
 }

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.bench.machine import fit
-from harness.bench.prediction import PREDICTED_UNDER, PREDICTED_WITHIN
+from harness.bench.machine import PREDICTED_UNDER, PREDICTED_WITHIN, fit
 
 Rng = np.random.Generator
 MIDDLE = (PREDICTED_WITHIN - PREDICTED_UNDER) / 2

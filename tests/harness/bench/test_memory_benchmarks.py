@@ -1,4 +1,4 @@
-"""Benchmarks of footprint, prediction, budgets, machines and peers: numbers, then runs."""
+"""Benchmarks of budgets, machines and peers: numbers, then runs."""
 
 from __future__ import annotations
 
@@ -19,41 +19,12 @@ from harness.bench import peers as peer_bench
 from harness.bench.bench import BENCHMARKS, bench, command, to_text
 from harness.bench.benchmark import Bench, Row
 from harness.bench.budget_curve import CURVE, between_dtypes, compare, spaced_budgets
-from harness.bench.footprint import FOOTPRINT, OTHERS, OWNERS, PEAK_MB, breakdown
-from harness.bench.prediction import PREDICTION, distribution, is_within
-from harness.bench.published import MESP_PEAK_MB, MODELS
 from harness.config.bench import BenchConfig, times_smallest
 from harness.measure.command import ondevice
 from runtime.core.errors import BudgetError, OnDeviceError, UsageError
 from runtime.machine.machine import read_machine
-from runtime.plan.plan import Plan
-
-PLAN = {
-    "predicted_peak_bytes": 100,
-    **dict.fromkeys(OWNERS, 10),
-    "blocks": [
-        {"name": "embed", "forward_bytes": 3, "backward_bytes": 0},
-        {"name": "l0", "forward_bytes": 5, "backward_bytes": 9},
-        {"name": "head", "forward_bytes": 9, "backward_bytes": 8},
-    ],
-}
-
 
 pytestmark = pytest.mark.usefixtures("forked")
-
-
-# --- what holds the memory --------------------------------------------------------------------
-
-
-def test_owners_and_the_remainder_sum_to_the_measured_peak() -> None:
-    found = breakdown(PLAN, 104)
-    assert found["owners_bytes"][OTHERS] == 20  # planned, but of an owner without a name here
-    assert sum(found["owners_bytes"].values()) + found["not_accounted_bytes"] == 104
-    assert found["not_accounted_share"] == pytest.approx(4 / 104) and found["accounted"]
-    assert found["largest"] == {"block": "l0", "direction": "backward", "bytes": 9}
-    assert breakdown(PLAN, 94)["not_accounted_bytes"] == -6
-    assert not breakdown(PLAN, 94)["accounted"] and not breakdown(PLAN, 106)["accounted"]
-    assert set(OWNERS) <= set(Plan.__struct_fields__)  # none has another name by now
 
 
 def variant(method: str, peak: float | None, **more: Any) -> dict[str, Any]:
@@ -68,10 +39,6 @@ def variant(method: str, peak: float | None, **more: Any) -> dict[str, Any]:
         "peak_footprint_bytes": peak,
         "peak_rss_bytes": peak and peak + 6e7,
         "processes": [process] if peak else [],
-        "target_mb": 128 if method == "mebp" else None,
-        "reached": None if peak is None or method == "mezo" else peak <= 128e6,
-        "published": {"mebp_table2": None, "mesp": None},
-        "breakdown": breakdown(PLAN, 104) if peak else None,
         **more,
     }
 
@@ -80,87 +47,7 @@ def row(tokens: int, *variants: dict[str, Any], model: str = "qwen2.5-0.5b") -> 
     return {"model": model, "tokens": tokens, "failed": None, "variants": list(variants)}
 
 
-def test_footprints_stand_beside_target_and_published_figures() -> None:
-    known = {
-        "mebp_table2": {"seconds": 3.85, "peak_mb": 320.17, "device": "iPhone"},
-        "mesp": {"peak_mb": 136.2, "device": "iPhone"},
-    }
-    rows = [
-        row(256, variant("mebp", 1.02e8, published=known), variant("mezo", 0.9e8)),
-        row(512, variant("mebp", 1.38e8), variant("mezo", None)),
-    ]
-    steps, parts, growth = FOOTPRINT.tables(rows)
-    assert steps.rows[0][-3:] == ("MeBP, iPhone 15 Pro Max: MB", "s", "MeSP, iPhone 17 Pro: MB")
-    assert steps.rows[1][3:7] == ("min (114 MB)", "102.0", "110.0", "162.0")
-    assert steps.rows[1][-5:] == ("128", "yes", "320.17", "3.85", "136.2")
-    assert steps.rows[2][-5:] == ("", "", "not in the paper", "", "")
-    assert steps.rows[3][-5:-2] == ("128", "NO", "not in the paper")
-    assert steps.rows[4][3:5] == ("min", "did not run")
-    assert parts.rows[1][-4:] == ("0.0", "+3.8 %", "yes", "l0 backward, 0.0")
-    assert len(parts.rows) == 4
-    (line,) = growth.rows[1:]  # of MeZO there is one length only
-    assert line == ("qwen2.5-0.5b", "mebp", "min", "256", "512", "140.6")
-    assert "not accounted for" in "\n".join(table.text() for table in (steps, parts, growth))
-
-
-def test_every_target_is_measured_by_default() -> None:
-    lengths = {model: FOOTPRINT.own_lengths.get(model, FOOTPRINT.lengths) for model in MODELS}
-    measured = {(model, length) for model in MODELS for length in lengths[model]}
-    assert {key[:2] for key in PEAK_MB} | set(MESP_PEAK_MB) <= measured
-
-
-# --- predictions ------------------------------------------------------------------------------
-
-
-def test_the_distribution_of_errors() -> None:
-    errors = [value / 1000 for value in range(-20, 81)]  # 101 of them: 1 % each
-    found = distribution(errors)
-    assert found == {
-        "count": 101,
-        "median": pytest.approx(0.03),
-        "p5": pytest.approx(-0.015),
-        "p95": pytest.approx(0.075),
-        "lowest": -0.02,
-        "highest": 0.08,
-        "within": 71,
-    }
-    assert distribution([0.01])["p5"] == distribution([0.01])["p95"] == 0.01
-    assert [is_within(error) for error in (-0.021, -0.02, 0.05, 0.051)] == [
-        False,
-        True,
-        True,
-        False,
-    ]
-
-
-def test_predictions_are_shown_by_group_and_their_extremes() -> None:
-    def one(method: str, error: float | None) -> dict[str, Any]:
-        return variant(method, None if error is None else 1e8, error=error)
-
-    rows = [
-        row(64, one("mebp", 0.04), one("mezo", -0.03)),
-        row(64, one("mebp", 0.07), one("mezo", None), model=MODEL),
-        {"model": "gemma3-4b", "tokens": 64, "failed": "no bundle: no space"},
-    ]
-    errors, worst = PREDICTION.tables(rows)
-    assert errors.rows[1] == ("all", "3", "+4.0", "-2.3", "+6.7", "-3.0", "+7.0", "1", "NO")
-    assert [line[:2] for line in errors.rows[2:]] == [
-        *(("the papers' models", "2"), ("other models", "1"), ("mebp", "2"), ("mezo", "1")),
-        *(("qwen2.5-0.5b", "2"), (MODEL, "1")),  # budgets and lengths do not differ
-    ]
-    assert [line[-1] for line in worst.rows[1:]] == ["-3.0", "+4.0", "+7.0", ""]
-    assert worst.rows[-1][3] == "no bundle: no space"
-    many = [row(length, one("mebp", length / 1000)) for length in range(20)]
-    worst = PREDICTION.tables(many)[-1]
-    assert [line[1] for line in worst.rows[1:]] == list(map(str, (*range(5), *range(15, 20))))
-    few = PREDICTION.tables(rows[2:])
-    assert len(few[0].rows) == 1 and all(table.text() for table in few)
-    cases = len(PREDICTION.models) * len(PREDICTION.lengths) * 2 * len(PREDICTION.budgets)
-    assert cases >= 60 and set(PREDICTION.models) - set(MODELS)  # also of shapes in no paper
-    assert set(PREDICTION.own_lengths) <= set(PREDICTION.models)
-
-
-def test_the_reason_why_a_combination_was_not_measured_has_no_paths(
+def test_the_reason_why_a_budget_was_not_measured_has_no_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(settings: Any, run: Path) -> dict[str, Any]:
@@ -168,9 +55,9 @@ def test_the_reason_why_a_combination_was_not_measured_has_no_paths(
 
     monkeypatch.setattr(benchmark, "bundle_of", lambda *given: tmp_path / "b" / MODEL)
     monkeypatch.setattr(benchmark, "measure_training", refuses)
-    output = tmp_path / "prediction.json"
+    output = tmp_path / "curve.json"
     given = {"models": MODEL, "seq_lens": "16", "budget": "1GB", "bundles": str(tmp_path / "b")}
-    report = bench(BenchConfig(name="prediction", output=str(output), **given), lambda text: None)
+    report = bench(BenchConfig(name="curve", output=str(output), **given), lambda text: None)
     names = [each["name"] for each in report["rows"][0]["variants"]]
     assert names == ["mebp, our plan, 1GB", "mezo, our plan, 1GB"]
     assert str(tmp_path) not in output.read_text() and "no room in RUNS" in output.read_text()
@@ -227,7 +114,7 @@ def test_time_rises_only_beyond_the_spread_and_with_another_plan() -> None:
 def test_the_curve_is_drawn_and_told() -> None:
     rows = [row(256, budgeted(100, 4.0, 4.2, 1), budgeted(200, 3.0, 3.2, 2), variant("mezo", None))]
     (table,) = CURVE.tables(rows)
-    assert table.rows[1][-1] == "tile_values 1" and table.rows[3][5] == "did not run"
+    assert table.rows[1][-2:] == ("+0.0 %", "tile_values 1") and table.rows[3][5] == "did not run"
     ((name, (chart,)),) = CURVE.pictures(rows).items()
     assert name == "qwen2.5-0.5b-256" and [line.name for line in chart.lines] == ["mebp"]
     assert chart.lines[0].points == [(100, pytest.approx(4.1)), (200, pytest.approx(3.1))]
@@ -291,7 +178,7 @@ def test_wrong_peers_are_refused_before_a_bundle_is_made(
 # --- end to end -------------------------------------------------------------------------------
 
 
-def test_own_lengths_hold_where_no_others_are_asked_for(
+def test_a_benchmarks_lengths_hold_where_no_others_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Bench] = []
@@ -300,17 +187,14 @@ def test_own_lengths_hold_where_no_others_are_asked_for(
         seen.append(given)
         yield from ()
 
-    own = {MODEL: (1, 2)}
-    made = benches.Benchmark(
-        "text", None, (MODEL, "tiny-llama"), (3,), rows, lambda rows: [], own_lengths=own
-    )
+    made = benches.Benchmark("text", None, (MODEL,), (1, 2), rows, lambda rows: [])
     monkeypatch.setattr(benchmark, "SOME", made, raising=False)
     monkeypatch.setitem(BENCHMARKS, "some", "benchmark.SOME")
     given = {"name": "some", "bundles": str(tmp_path / "b"), "output": str(tmp_path / "x.json")}
     bench(BenchConfig(**given), lambda text: None)
     bench(BenchConfig(**given, seq_lens="5", budget="2xmin"), lambda text: None)
-    assert seen[0].cases == {MODEL: (1, 2), "tiny-llama": (3,)} and seen[0].budgets == ("1GB",)
-    assert seen[1].cases == {MODEL: (5,), "tiny-llama": (5,)} and seen[1].budgets == ("2xmin",)
+    assert seen[0].cases == {MODEL: (1, 2)} and seen[0].budgets == ("1GB",)
+    assert seen[1].cases == {MODEL: (5,)} and seen[1].budgets == ("2xmin",)
 
 
 @pytest.fixture(scope="module")
@@ -331,24 +215,6 @@ def run(bundles: Path, tmp_path: Path, name: str, **more: Any) -> tuple[Row, str
     (found,) = report["rows"]
     assert not any(one["failed"] for one in found.get("variants", ()))
     return found, to_text(report)
-
-
-def test_footprint(bundles: Path, tmp_path: Path) -> None:
-    found, text = run(bundles, tmp_path, "footprint")
-    for one in found["variants"]:
-        parts = one["breakdown"]
-        assert parts["peak_bytes"] == one["peak_footprint_bytes"] <= one["peak_rss_bytes"]
-        assert parts["owners_bytes"][OTHERS] == 0  # every owner of the plan is told apart
-        assert parts["owners_bytes"]["process"] > parts["owners_bytes"]["adapters"] > 0
-        assert one["plan"]["budget_bytes"] == one["processes"][0]["budget_bytes"] < 60_000_000
-    assert "MeSP, arXiv" in text and "not accounted for" in text
-
-
-def test_prediction(bundles: Path, tmp_path: Path) -> None:
-    found, text = run(bundles, tmp_path, "prediction", budget="1.5xmin")
-    assert [one["budget"] for one in found["variants"]] == ["1.5xmin"] * 2
-    assert all(-0.5 < one["error"] < 1 for one in found["variants"])
-    assert "the predicted peak" in text and "within target" in text
 
 
 def test_curve(bundles: Path, tmp_path: Path) -> None:
