@@ -8,12 +8,11 @@ from typing import Any
 from harness.report.curve import Curve, make_curve
 
 
-def entry(step: int, seconds: float = 2.0, passes: int = 1, peak: int = 100) -> dict[str, Any]:
+def entry(step: int, seconds: float = 2.0, peak: int = 100) -> dict[str, Any]:
     return {
         "step": step,
         "loss": 3.0,
         "seconds": seconds,
-        "forward_passes": passes,
         "footprint_bytes": peak - 10,
         "peak_footprint_bytes": peak,
     }
