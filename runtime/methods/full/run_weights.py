@@ -21,7 +21,6 @@ from runtime.methods.full.stored_floats import expand
 from runtime.methods.full.weights import FullWeights, slot_layouts
 from runtime.methods.full.zeroth_order import FullZerothOrder  # noqa: F401 - loaded for the plan
 from runtime.methods.log import read_log
-from runtime.methods.noise import Noise
 from runtime.methods.protocol import TRAJECTORY
 from runtime.methods.zeroth.descent import Update
 from runtime.methods.zeroth.log_header import Header
@@ -53,11 +52,7 @@ def open_weights(
         BundleError: the log is damaged, or the slots cannot be read.
         StorageError: the disk has no room for the slots.
     """
-    noise = Noise(config.seed, config.noise_kind)  # a new run's method replaces it
-    updates: list[Update | None] = []
-    if done:
-        header, updates = read_log(run / TRAJECTORY)
-        noise = Noise.of_log(config.seed, config.noise_kind, header.more)
+    updates = read_log(run / TRAJECTORY)[1] if done else []
     manifest = bundle.manifest
     settings = (manifest.weights_sha256, config.seed, config.noise_kind)
     identity = hashlib.sha256(json.dumps(settings).encode()).digest()
@@ -69,7 +64,7 @@ def open_weights(
         manifest,
         base,
         slots,
-        RowNoise.like(noise),
+        RowNoise(config.seed, config.noise_kind),
         done,
         dict(enumerate(updates[:done])),
         ReadAhead(slots.path) if prefetch and base.assembly is None else None,
@@ -97,7 +92,7 @@ def write_trained(
         manifest,
         Weights(bundle),
         None,
-        RowNoise.like(Noise.of_log(header.seed, header.noise, header.more)),
+        RowNoise(header.seed, header.noise),
         len(updates),
         dict(enumerate(updates)),
     )
