@@ -39,7 +39,6 @@ COMPARED_ROWS = 32  # rows that go through the blocks of two models at a time
 HEAD_ROWS = 4  # rows whose logits are compared in one pass over the vocabulary
 LOGITS = 5  # arrays of logits at a time: of both models, exponentials, differences, a copy
 TILES = 4  # float32 tiles that the second model's takes while it is dequantized
-VISITED_BYTES = 100_000_000  # for a matrix's slice, its errors, and the products with them
 
 
 @dataclass(frozen=True)
