@@ -301,12 +301,6 @@ _TYPES = {  # by annotation; `from __future__ import annotations` keeps annotati
     "int | None": FieldType(
         "a whole number", "N", lambda value: value is None or _whole(value), int
     ),
-    "int | str | None": FieldType(
-        "a whole number or a name",
-        "N",
-        lambda value: isinstance(value, str | None) or _whole(value),
-        lambda text: int(text) if text.isdecimal() else text,
-    ),
     "float": FieldType("a number", "X", _number, float),
     "float | None": FieldType(
         "a number", "X", lambda value: value is None or _number(value), float
@@ -384,7 +378,9 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
         value, check = values.get(setting.name, setting.default), setting.metadata["check"]
         if value is MISSING:
             problems.append(f"{setting.name} is missing ({setting.metadata['help']})")
-        elif not _type_of(setting).fits(value):
+        elif not _type_of(setting).fits(value) and not (
+            _is_choice(setting) and isinstance(value, str)  # a name, which may mean one of them
+        ):
             meant = check.hint(str(value)) if check and _whole(value) else ""
             wanted = _type_of(setting).words
             if _too_long(value):
@@ -403,6 +399,10 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
                 "path, rename the file, or the folder that is named so"
             )
     return problems
+
+
+def _is_choice(setting: Field[Any]) -> bool:
+    return str(setting.metadata["metavar"]).startswith("{")
 
 
 def _is_text(value: str) -> bool:
