@@ -1,21 +1,30 @@
-"""Exporting: what a checkpoint or a setting does to a bundle."""
+"""Exporting: what a checkpoint or a setting does to a bundle, its graphs and forms; refusals."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
-from support.bundles import Rng, settings
+from support.bundles import Rng, put, settings
 from support.checkpoints import weights_of, write_folder
 from support.files import listing
+from support.runs import here, struck
 
 from export import graph_files
 from export.bundle import export_bundle
+from export.graph_files import trace_graphs
 from export.sources import source
-from runtime.bundle.store import WEIGHTS
+from export.stored import QuantizedForm, QuantizedRows, codes_of, words_of
+from runtime.bundle.manifest import Manifest
+from runtime.bundle.store import WEIGHTS, Bundle
+from runtime.bundle.traced import RECORD, read_traced
 from runtime.core.errors import BundleError, UsageError
 
 # --- checkpoints and settings -----------------------------------------------------------------
@@ -157,3 +166,114 @@ def test_a_device_that_is_not_here_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no GPU"):
         export_bundle(settings("random:tiny-llama", tmp_path / "out", device="gpu"))
     assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("layout", ["symmetric", "affine"])
+def test_values_are_those_that_mlx_dequantizes(
+    rng: np.random.Generator, bits: int, layout: str
+) -> None:
+    codes = rng.integers(0, 2**bits, (6, 128)).astype(np.uint8)
+    words = words_of(codes, bits)
+    assert (codes_of(words, bits) == codes).all()
+    scales = rng.normal(size=(6, 4)).astype(np.float32)
+    biases = rng.normal(size=(6, 4)).astype(np.float32) if layout == "affine" else None
+    found = QuantizedRows(words, scales, biases).values(
+        QuantizedForm(bits, 32, "affine" if layout == "affine" else "symmetric", "float32")
+    )
+    shift = -(2.0 ** (bits - 1)) * scales if biases is None else biases
+    arrays = (mx.array(words), mx.array(scales), mx.array(shift.astype(np.float32)))
+    expected = np.array(mx.dequantize(*arrays, group_size=32, bits=bits))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bits_per_weight_counts_scales_and_biases() -> None:
+    assert QuantizedForm(4, 64, "symmetric", "float16").bits_per_weight == 4.25
+    assert QuantizedForm(4, 32, "affine", "float32").bits_per_weight == 6
+
+
+def test_the_graphs_are_those_of_the_export(origin: Bundle, tmp_path: Path) -> None:
+    trace_graphs(origin.manifest, "cpu", tmp_path)
+    traced = read_traced(tmp_path)
+    assert traced.block_types == origin.manifest.block_types
+    signatures = [
+        {key: (g.inputs, g.outputs, g.workspace_bytes) for key, g in graphs.items()}
+        for graphs in (traced.graphs, origin.manifest.graphs)
+    ]
+    assert signatures[0] == signatures[1]
+    files = {one.file for one in traced.graphs.values()}
+    assert set(listing(tmp_path)) == {RECORD, "graphs", *files}
+
+
+def lies() -> Iterator[tuple[str, Any]]:
+    yield "family", "llama"
+    yield "family", "no such"
+    yield "family", "..pack"
+    yield "config/num_hidden_layers", 3
+    yield "config/num_hidden_layers", 10**9
+    yield "config/num_attention_heads", 3
+    yield "config/intermediate_size", 256
+    yield "config/hidden_size", "128"
+    yield "config/hidden_size", -1
+    yield "config", {}
+
+
+@pytest.mark.parametrize(("where", "value"), list(lies()), ids=repr)
+def test_a_configuration_of_another_model_is_refused(
+    origin: Bundle, tmp_path: Path, where: str, value: Any
+) -> None:
+    document = msgspec.to_builtins(origin.manifest)
+    put(document, where, value)
+    with pytest.raises(BundleError):
+        trace_graphs(msgspec.convert(document, Manifest), "cpu", tmp_path)
+    assert listing(tmp_path) == []
+
+
+def export(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return here("export", *arguments)
+
+
+TENSOR = "model.layers.1.mlp.up_proj"  # when it is written, others have been and more will be
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [(signal.SIGINT, "graphs"), (signal.SIGTERM, TENSOR), (signal.SIGHUP, "graphs")],
+)
+def test_interrupted_exports_leave_nothing(
+    tmp_path: Path, number: signal.Signals, moment: str
+) -> None:
+    done = struck(number, moment, "export", "random:tiny-llama", "-o", tmp_path / "bundle")
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_export_is_replaced_by_the_next(tmp_path: Path) -> None:
+    output, partial = tmp_path / "bundle", tmp_path / ".bundle.partial" / "new"
+    done = struck(signal.SIGKILL, TENSOR, "export", "random:tiny-qwen2", "-o", output)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert partial.is_dir() and not output.exists()
+    done = export("random:tiny-llama", "-o", output, "--seq-lens", "16")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    unsupported = write_folder(tmp_path / "mamba", {"model_type": "mamba"}, {"x": np.zeros(2)})
+    output = tmp_path / "bundle"
+    cases = [
+        ([unsupported], 4, "mamba"),
+        (["random:tiny-nothing"], 2, "tiny"),
+        (["random:tiny-llama", "--bits", "3"], 2, "bits"),
+        (["random:tiny-llama", "--lora-targets", "nope_proj", "--seq-lens", "16"], 2, "q_proj"),
+        (["random:tiny-llama", "--frobnicate"], 2, "frobnicate"),
+    ]
+    for arguments, code, said in cases:
+        done = export(*arguments, "-o", output)
+        assert done.returncode == code, (arguments, done.stderr)
+        assert said in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert not output.exists() and not (tmp_path / ".bundle.partial").exists(), arguments
+    assert export("random:tiny-llama", "-o", output, "--seq-lens", "16").returncode == 0
+    again = export("random:tiny-llama", "-o", output, "--seq-lens", "16")
+    assert again.returncode == 2 and "--force" in again.stderr

@@ -1,4 +1,4 @@
-"""Comparisons: steps to quality, sweeps, resuming, refusals, the page, and one of them for real."""
+"""Comparisons: steps to quality, resuming, refusals, the page and its verdict, one for real."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from harness.compare.lengths import step_limit
 from harness.compare.notes import notes
 from harness.compare.report import tables, to_text
 from harness.compare.trials import Finding, Trial, Tried, grid
+from harness.compare.verdict import verdict
 from harness.config.compare import CompareConfig, by_method, search_of
 from harness.measure import command, process
 from harness.measure.training import measure_training
@@ -438,3 +439,69 @@ def test_what_methods_forget_is_shown_and_not_measured_in_a_sweep(tmp_path: Path
     text = to_text(compare(settings(tmp_path), lambda text: None, measure))
     assert {*measured} == {"runs"}
     assert re.search(r"mebp +general +3\.0000 +3\.5000", text), text
+
+
+Cost = tuple[float, float] | None  # seconds, MB
+
+
+def level(loss: float, meaning: str = "some", **reached: Cost) -> dict[str, Any]:
+    points = {
+        name: None if cost is None else {"seconds": cost[0], "peak_bytes": int(cost[1] * 1e6)}
+        for name, cost in reached.items()
+    }
+    return {"loss": loss, "meaning": meaning, "reached": points}
+
+
+HALF = level(3.0, "50% of the way", mebp=(1500.0, 90.0), mezo=(30_000.0, 70.0))
+MEZO_FIRST = level(4.0, mebp=(900.0, 90.0), mezo=(600.0, 70.0))
+FAR = level(2.0, "best of mebp", mebp=(2000.0, 90.0), mezo=None)
+TARGET = level(1.5, "the target", mebp=None, mezo=None)
+
+
+@pytest.mark.parametrize(
+    ("levels", "said"),
+    [
+        ([], "No method fell below the loss before training."),
+        (
+            [HALF, FAR],
+            "mebp was first at every level. The lowest level that all reached, a loss of 3.0000 "
+            "(50% of the way), took mebp 1,500.0 s and 90.0 MB; mezo 30,000.0 s and 70.0 MB, 20 "
+            "times as long. Only mebp went on, to a loss of 2.0000 (best of mebp): 2,000.0 s and "
+            "90.0 MB.",
+        ),
+        (
+            [MEZO_FIRST, TARGET],
+            "mezo was first at every level. The lowest level that all reached, a loss of 4.0000 "
+            "(some), took mezo 600.0 s and 70.0 MB; mebp 900.0 s and 90.0 MB, 1.5 times as long. "
+            "No method reached a loss of 1.5000 (the target).",
+        ),
+        (
+            [FAR],
+            "mebp was first at every level. Only mebp came to a loss of 2.0000 (best of mebp): "
+            "2,000.0 s and 90.0 MB.",
+        ),
+        ([TARGET], "No method reached a loss of 1.5000 (the target)."),
+    ],
+)
+def test_the_whole_verdict(levels: list[dict[str, Any]], said: str) -> None:
+    assert verdict(levels) == said
+
+
+def test_winners_are_counted_where_they_differ() -> None:
+    assert verdict([MEZO_FIRST, HALF, FAR]).startswith(
+        "mebp was first at 2 of 3 levels, mezo at 1. The lowest level that all reached, a loss of "
+        "3.0000"
+    )
+
+
+def test_one_method_is_compared_with_nothing() -> None:
+    near, far = level(3.0, mezo=(5.0, 70.0)), level(1.5, "the target", mezo=None)
+    assert verdict([near]) == "mezo came to a loss of 3.0000 (some): 5.0 s and 70.0 MB."
+    assert verdict([near, far]).endswith("It did not reach a loss of 1.5000 (the target).")
+    assert verdict([far]) == "It did not reach a loss of 1.5000 (the target)."
+
+
+def test_a_level_that_was_reached_before_training_has_no_ratio() -> None:
+    """Two plans may differ in the last bits of the loss before training."""
+    said = verdict([level(4.9999999, mebp=(10.0, 90.0), mezo=(0.0, 70.0))])
+    assert "took mezo 0.0 s and 70.0 MB; mebp 10.0 s and 90.0 MB." in said

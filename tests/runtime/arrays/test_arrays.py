@@ -1,9 +1,10 @@
-"""Evaluating results one after another, with little allocated ahead."""
+"""Evaluating results one after another, with little allocated ahead; profiles of that."""
 
 from __future__ import annotations
 
 import gc
 import sys
+from itertools import count
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from support.bundles import Rng
 
 from runtime.arrays.arrays import CpuArrays, GpuArrays
+from runtime.arrays.profile import Profile
 from runtime.machine import backend
 
 VALUES = 500_000
@@ -74,3 +76,16 @@ def test_a_part_of_a_larger_array_does_not_keep_it(rng: Rng) -> None:
     del whole, first, rest, turned, all_of_it
     assert before - mx.get_active_memory() == kept
     np.testing.assert_array_equal(np.array(parts[1]), expected)
+
+
+def test_seconds_are_those_of_the_clock_and_exclude_inner_spans() -> None:
+    ticks = count()
+    profile = Profile(on=True, clock=lambda: float(next(ticks)))
+    with profile.block("layer", "forward"), profile.span("outer"), profile.span("inner"):
+        pass
+    measured = profile.to_json(steps=2)
+    assert measured["seconds_per_step"] == {"inner": 0.5, "outer": 1.0}
+    (block,) = measured["blocks"]
+    assert block["forward_s"] == 2.5  # six readings: five seconds
+    assert block["forward_owners_s"] == {"inner": 0.5, "outer": 1.0}
+    assert Profile().to_json(steps=1) == {"seconds_per_step": {}, "blocks": []}

@@ -1,4 +1,4 @@
-"""The order of samples: a function of the seed, and steps of one sequence bucket where possible."""
+"""The order of samples: a function of the seed, in steps of one bucket; rows of other data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.data import samples as sample_order
-from runtime.data.rows import order
+from runtime.data.rows import RandomRows, order
+from runtime.data.run_rows import MixedRows
 from runtime.data.samples import SampleOrder
 
 BUCKETS = (16, 32, 64)
@@ -77,3 +78,29 @@ def test_steps_of_short_and_of_long_samples_alternate_as_the_seed_has_them(seed:
     firsts = [min(by_seed(seed, 100, 100).index(one) for one in found[at : at + 4])
               for at in range(0, 96, 4)]  # fmt: skip
     assert firsts == sorted(firsts)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "share", "added", "few"),
+    [(146, 500, 0.1, 15, ""), (3, 500, 0.1, 1, ""), (40, 3, 0.5, 3, " (20 were asked for)")],
+)
+def test_a_share_is_drawn_by_the_seed(
+    own: int, others: int, share: float, added: int, few: str, seed: int
+) -> None:
+    mine, theirs = RandomRows(seed, 90, 4, own), RandomRows(seed + 1, 90, 6, others)
+
+    def mixed(seed: int) -> list[bytes]:
+        rows = MixedRows(mine, theirs, share, seed)
+        assert len(rows) == own + added == len(rows.lengths)
+        assert rows.lengths.tolist() == [4] * own + [6] * added
+        assert rows.describe("d:1%").endswith(f" added to {own} rows{few}")
+        return [rows.row(index)[0].tobytes() for index in range(len(rows))]
+
+    known = {theirs.row(index)[0].tobytes() for index in range(others)}
+    first = mixed(seed)
+    assert first[:own] == [mine.row(index)[0].tobytes() for index in range(own)]
+    assert len({*first[own:]}) == added and known >= {*first[own:]}
+    assert first == mixed(seed) and (others == added or first != mixed(seed + 1) or added == 1)
+    with pytest.raises(IndexError):
+        MixedRows(mine, theirs, share, seed).row(own + added)
+    assert MixedRows(mine, theirs, share, seed).lengths.dtype == np.int64
