@@ -31,7 +31,6 @@ from runtime.core.units import format_bytes
 # where each benchmark stands in this package; it is imported when it is named, or listed
 BENCHMARKS: dict[str, str] = {
     "mebp-table2": "mebp_tables.TABLE2",
-    "mebp-table4": "mebp_tables.TABLE4",
     "curve": "budget_curve.CURVE",
     "peers": "peers.PEERS",
     "generation": "generation.GENERATION",

@@ -28,7 +28,7 @@ from harness.bench.benchmark import (
     times,
     variants_table,
 )
-from harness.bench.published import MEBP_TABLE2, MEBP_TABLE4, MODELS, STEPS, TRAINABLE_MILLIONS
+from harness.bench.published import MEBP_TABLE2, MODELS, STEPS, TRAINABLE_MILLIONS
 from harness.measure.repeats import Outcome, peak_ratio, time_ratio
 from harness.report.table import Table
 
@@ -162,15 +162,6 @@ TABLE2 = Benchmark(
     MEBP_TABLE2,
     MODELS,
     (256,),
-    each_case(_row),
-    _tables,
-    NOTES,
-)
-TABLE4 = Benchmark(
-    "MeBP's Table 4: the same for Qwen2.5 1.5B at 128 to 1024 tokens",
-    MEBP_TABLE4,
-    ("qwen2.5-1.5b",),
-    (128, 256, 512, 1024),
     each_case(_row),
     _tables,
     NOTES,

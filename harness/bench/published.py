@@ -36,7 +36,6 @@ _IPHONE = "iPhone 15 Pro Max, 8 GB"
 _BOTH = ("mebp", "mezo")
 _SETTING = "batch 1, LoRA rank 8 on all linear layers, mean of 10 runs, phys_footprint"
 MEBP_TABLE2 = Publication(_MEBP, "Table 2", _IPHONE, f"256 tokens, {_SETTING}", _BOTH)
-MEBP_TABLE4 = Publication(_MEBP, "Table 4", _IPHONE, f"Qwen2.5 1.5B, {_SETTING}", _BOTH)
 
 TRAINABLE_MILLIONS = {
     "qwen2.5-0.5b": 4.39,

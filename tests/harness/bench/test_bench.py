@@ -277,9 +277,9 @@ def test_table2(bundles: Path, tmp_path: Path) -> None:
     assert "iPhone 15 Pro Max" in text and "not in the paper" in text
 
 
-def test_table4(bundles: Path, tmp_path: Path) -> None:
+def test_table2_of_more_lengths_and_budgets(bundles: Path, tmp_path: Path) -> None:
     report = run(
-        bundles, tmp_path, "mebp-table4", seq_lens="16,32", plans="budget", budget="1MB,1GB"
+        bundles, tmp_path, "mebp-table2", seq_lens="16,32", plans="budget", budget="1MB,1GB"
     )
     assert [row["tokens"] for row in report["rows"]] == [16, 32]
     for row in report["rows"]:
