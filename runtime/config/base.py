@@ -321,12 +321,6 @@ _TYPES = {  # by annotation; `from __future__ import annotations` keeps annotati
         lambda value: isinstance(value, list | tuple) and all(map(_whole, value)),
         lambda text: tuple(map(int, text.split(","))),
     ),
-    "tuple[float, ...]": FieldType(
-        "a list of numbers",
-        "X,X,...",
-        lambda value: isinstance(value, list | tuple) and all(map(_number, value)),
-        lambda text: tuple(map(float, text.split(","))),
-    ),
 }
 
 
@@ -351,8 +345,6 @@ def _normal(setting: Field[Any], value: Any) -> Any:
     """A valid value, converted to the field's type."""
     if setting.type in ("float", "float | None") and value is not None:
         return float(value)
-    if setting.type == "tuple[float, ...]":
-        return tuple(map(float, value))
     return tuple(value) if isinstance(value, list) else value
 
 
