@@ -1,4 +1,4 @@
-"""Comparisons whose training runs are made up."""
+"""Comparisons whose training runs and learning curves are made up."""
 
 from __future__ import annotations
 
@@ -8,10 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.compare import CompareConfig
+from harness.report.curve import Curve, make_curve
 from runtime.core.errors import DivergedError
-from support.curves import entry, evaluation
 
 Ends = Callable[[str, float], Any]  # of (method, learning rate): the last loss, or an error
+
+
+def entry(step: int, seconds: float = 2.0, peak: int = 100) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": 3.0,
+        "seconds": seconds,
+        "footprint_bytes": peak - 10,
+        "peak_footprint_bytes": peak,
+    }
+
+
+def evaluation(loss: float) -> dict[str, Any]:
+    return {"loss": loss, "accuracy": 0.5 - loss / 20, "exact": 0.0}
+
+
+def curve_of(losses: Mapping[str, float], steps: int, **more: Any) -> Curve:
+    found = {when: evaluation(loss) for when, loss in losses.items()}
+    return make_curve([entry(step + 1, **more) for step in range(steps)], found)
 
 
 def settings(tmp_path: Path, **more: Any) -> CompareConfig:

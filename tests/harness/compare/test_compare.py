@@ -1,4 +1,4 @@
-"""Comparisons: steps to quality, resuming, refusals, the page and its verdict, one for real."""
+"""Comparisons: curves and levels, resuming, refusals, the page and its verdict, one for real."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from xml.etree import ElementTree
 
 import pytest
 from support.bundles import Tiny
-from support.comparisons import Runs, by_rate, settings
-from support.curves import curve_of, evaluation
+from support.comparisons import Runs, by_rate, curve_of, entry, evaluation, settings
 from support.runs import ondevice, refuses
 
 from harness.compare.compare import compare
 from harness.compare.lengths import step_limit
 from harness.compare.notes import notes
 from harness.compare.report import tables, to_text
-from harness.compare.trials import Finding, Trial, Tried, grid
+from harness.compare.trials import Finding, Trial, Tried, choose, grid
 from harness.compare.verdict import verdict
 from harness.config.compare import CompareConfig, by_method, search_of
 from harness.measure import command, process
 from harness.measure.training import measure_training
-from harness.report.curve import read_curve
+from harness.report.curve import levels, make_curve, read_curve
 from runtime.config import base as config
 from runtime.config.base import load
 from runtime.config.methods import METHODS
@@ -505,3 +504,51 @@ def test_a_level_that_was_reached_before_training_has_no_ratio() -> None:
     """Two plans may differ in the last bits of the loss before training."""
     said = verdict([level(4.9999999, mebp=(10.0, 90.0), mezo=(0.0, 70.0))])
     assert "took mezo 0.0 s and 70.0 MB; mebp 10.0 s and 90.0 MB." in said
+
+
+def test_what_was_spent_when_a_level_was_reached() -> None:
+    curve = curve_of({"before": 5.0, "2": 4.0, "4": 4.5, "after": 3.0}, 6)
+    assert [point.step for point in curve.points] == [0, 2, 4, 6]
+    first = curve.reached(4.2)
+    assert first is not None
+    assert (first.step, first.seconds, first.peak_bytes) == (2, 4.0, 100)
+    last = curve.reached(3.9)  # not between evaluations: at the first that shows it
+    assert last is not None and (last.step, last.seconds) == (6, 12.0)
+    assert curve.reached(2.9) is None
+    assert curve.best.step == 6
+    start = curve.reached(5.0)
+    assert start is not None and (start.step, start.seconds, start.peak_bytes) == (0, 0.0, 0)
+
+
+def test_peaks_of_resumed_runs_and_what_is_not_finite() -> None:
+    entries = [entry(1, peak=100), entry(2, peak=300), entry(3, peak=50)]
+    losses = {"before": 5.0, "2": float("nan"), "after": 4.0, "9": 1.0}
+    curve = make_curve(entries, {when: evaluation(loss) for when, loss in losses.items()})
+    assert [(p.step, p.peak_bytes) for p in curve.points] == [(0, 0), (3, 300)]
+    assert curve.dropped == 1 and curve.peak_bytes == 300
+
+
+def test_levels_lead_from_the_baseline_to_the_best() -> None:
+    curves = {
+        "mebp": curve_of({"before": 5.0, "after": 3.0}, 4),
+        "mezo": curve_of({"before": 5.0, "2": 4.0, "after": 4.4}, 4),
+    }
+    found = levels(5.0, curves)
+    assert [level.loss for level in found] == pytest.approx([4.5, 4.0, 3.5, 3.2, 3.0])
+    assert found[1].meaning == "50% of the way, best of mezo"
+    assert found[-1].meaning == "100% of the way, best of mebp"
+    aimed = levels(5.0, curves, target=1.0)
+    assert [level.loss for level in aimed] == pytest.approx([4, 3, 2, 1.4, 1])
+    assert aimed[-1].meaning == "the target"
+    worse = {"mebp": curve_of({"before": 5.0, "after": 5.5}, 4)}
+    assert levels(5.0, worse) == [] == levels(5.0, worse, target=6.0)
+
+
+def test_the_lowest_finite_loss_is_chosen() -> None:
+    def tried(rate: float, loss: float | None) -> Tried:
+        outcome = "finished" if loss is not None else "diverged"
+        return Tried(Trial("mebp", {"learning_rate": rate}), outcome, "", 5.0, loss, 1.0)
+
+    assert choose([tried(1, 4.0), tried(2, 3.0), tried(3, None)]) == 1
+    assert choose([tried(1, 3.0), tried(2, 3.0)]) == 0
+    assert choose([tried(1, None)]) is None

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from support.bundles import Tiny
-from support.comparisons import Runs, by_rate, settings
-from support.curves import entry, evaluation
+from support.comparisons import Runs, by_rate, entry, evaluation, settings
 from support.exchange import NEEDS_MPI
 from support.runs import here, ondevice
 
