@@ -61,7 +61,7 @@ def export_bundle(
         UsageError: the destination exists, the settings do not suit the model, or its type has not
             been verified.
     """
-    if make_engine is None and (config.calibrate is not None):
+    if make_engine is None and config.calibrate is not None:
         raise ValueError("calibration runs the model, which takes an engine")
     checkpoint = open_checkpoint(config.source, seed=config.seed)
     try:

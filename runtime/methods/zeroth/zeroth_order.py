@@ -435,7 +435,7 @@ class ZerothOrder:
         return self.adapters.digest()
 
     def write(self, path: Path) -> None:
-        """Write the state besides the adapters: how many losses were skipped, the descent's."""
+        """Write the state besides the adapters: of the descent, and losses that were not finite."""
         facts = {"skipped": self.skipped, **self.descent.state()}
         with storage_errors(path), path.open("wb") as file:
             file.write(json.dumps(facts).encode())
