@@ -45,6 +45,7 @@ METHODS: dict[str, Method] = {
         noise="rademacher",
         learning_rate=1e-5,
     ),
+    "kzoo": Method("runtime.methods.zeroth.kzoo", (*_PERTURBING, "seed_pool"), queries=4),
     "zo-act": Method(
         "runtime.methods.zeroth.zo_act", (*_PERTURBING, *_AVERAGING), learning_rate=1e-6
     ),

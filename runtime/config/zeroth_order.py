@@ -11,6 +11,7 @@ _SEVERAL = {name: method.queries for name, method in METHODS.items() if method.q
 _IMPROVED = "; ".join(f"{name}, {entry.improves}" for name, entry in OBJECTIVES.items())
 MOST_QUERIES = 4096  # of a step
 MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
+MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,12 @@ class ZerothOrderOptions(Config):
         up_to(MOST_WINDOW),
         Group.ZEROTH_ORDER,
     )
+    seed_pool: int | None = option(
+        None,
+        f"with kzoo: how many directions there are in all (default: {USUAL_POOL})",
+        up_to(MOST_POOL),
+        Group.ZEROTH_ORDER,
+    )
 
     @property
     def zeroth_order_problems(self) -> list[str]:
@@ -74,3 +81,8 @@ class ZerothOrderOptions(Config):
     def zo_window_size(self) -> int:
         """How many estimates are averaged, where any are."""
         return USUAL_WINDOW if self.zo_window is None else self.zo_window
+
+    @property
+    def seed_pool_size(self) -> int:
+        """How many directions there are in all, where steps draw from a pool."""
+        return USUAL_POOL if self.seed_pool is None else self.seed_pool

@@ -45,7 +45,7 @@ class Owner(Protocol):
 
 DESCENTS: tuple[type[Descent], ...] = (Averages,)
 ESTIMATORS: tuple[type[Estimator], ...] = (Coefficients,)
-OWNERS: tuple[type[Owner], ...] = (*DESCENTS, *ESTIMATORS, FullWeights)
+OWNERS: tuple[type[Owner], ...] = (*DESCENTS, *ESTIMATORS, Noise, FullWeights)
 T = TypeVar("T", bound=type[Owner])
 
 
@@ -97,7 +97,7 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
             f"the trajectory starts from other adapters (SHA-256 {header.initial_sha256[:12]}) "
             f"than these ({sha256[:12]}); name the ones it started from with --initial"
         )
-    noise = Noise(header.seed, header.noise)
+    noise = Noise.of_log(header.seed, header.noise, fields)
     descent = descent_in(fields).of_log(fields, manifest)
     tensors = dict(initial.tensors)
     trained = trained_in(fields, tensors)

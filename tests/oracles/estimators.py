@@ -17,7 +17,7 @@ from oracles.whole_model import plain_loss
 from runtime.engine.model import Model
 from runtime.engine.sample import Sample
 from runtime.methods.adapters import Adapters, Tensors
-from runtime.methods.noise import Noise
+from runtime.methods.noise import Noise, key_of, number_of
 
 
 class Monolithic(ABC):
@@ -126,6 +126,21 @@ class MonolithicAdam(MonolithicMoments):
 
     def averaged(self, name: str) -> mx.array:
         return self.average(name, 0.9) / (mx.sqrt(self.average(name, 0.999, True)) + 1e-8)
+
+
+class MonolithicKZOO(Monolithic):
+    """KZOO: a pool of K seeds (arXiv 2312.06353), 4 estimates a step (MeBP's appendix A)."""
+
+    K, queries = 16, 4
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        j = number_of(self.seed, "member", number, query) % self.K
+        shape = self.adapters.tensors[name].shape
+        return mx.random.normal(shape, key=key_of(self.seed, "pool", j, name))
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        g = [self.projected(model, rows, number, i) for i in range(self.queries)]
+        self.descend(number, rate, [one / self.queries for one in g])
 
 
 class MonolithicZOAct(Monolithic):

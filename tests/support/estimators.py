@@ -28,6 +28,7 @@ Rng = np.random.Generator
 AVERAGED = {"method": "mezo", "queries": 2, "zo_window": 4}
 OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
     "fzoo": {"queries": 4},
+    "kzoo": {"seed_pool": 16},
     "zo-act": {"queries": 2},
     "momentum": {**AVERAGED, "zo_optimizer": "momentum"},
     "adam": {**AVERAGED, "zo_optimizer": "adam"},

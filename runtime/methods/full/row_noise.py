@@ -90,16 +90,20 @@ DRAWS: dict[str, Callable[[int, F32], None]] = {
 
 @dataclass
 class RowNoise:
-    """The noise of one run: `kind` is "gaussian" (mean 0, variance 1) or "rademacher"."""
+    """The noise of one run: `kind` is "gaussian" (mean 0, variance 1) or "rademacher".
+
+    With a `pool`, steps and queries draw one of so many directions, as with `Noise`.
+    """
 
     seed: int
     kind: str = "gaussian"
+    pool: int = 0
     _tile: F32 = field(default_factory=lambda: np.empty(0, np.float32), repr=False)
 
     @classmethod
     def like(cls, noise: Noise) -> RowNoise:
-        """The noise of the same seed and kind."""
-        return cls(noise.seed, noise.kind)
+        """The noise of the same seed, kind and pool."""
+        return cls(noise.seed, noise.kind, noise.pool)
 
     def draw(self, step: int, query: int, tensor: str, start: int, out: F32) -> None:
         """Fill `out` (R, C) with z of rows start:start+R of `tensor`, contiguous."""
@@ -147,7 +151,12 @@ class RowNoise:
         return drawn.reshape(-1, columns)
 
     def _draw(self, step: int, query: int, tensor: str, tile: int, out: F32) -> None:
-        DRAWS[self.kind](self._key("rows", step, query, tensor, tile), out)
+        if self.pool:
+            member = Noise(self.seed, self.kind, self.pool).member(step, query)
+            key = self._key("pool", 0, member, tensor, tile)
+        else:
+            key = self._key("rows", step, query, tensor, tile)
+        DRAWS[self.kind](key, out)
 
     def _key(self, purpose: str, step: int, query: int, tensor: str, tile: int) -> int:
         return number_of(self.seed, purpose, step, query, tensor, tile)

@@ -21,6 +21,7 @@ from runtime.methods.full.stored_floats import expand
 from runtime.methods.full.weights import FullWeights, slot_layouts
 from runtime.methods.full.zeroth_order import FullZerothOrder  # noqa: F401 - loaded for the plan
 from runtime.methods.log import read_log
+from runtime.methods.noise import Noise
 from runtime.methods.protocol import TRAJECTORY
 from runtime.methods.zeroth.descent import Update
 from runtime.methods.zeroth.log_header import Header
@@ -52,7 +53,11 @@ def open_weights(
         BundleError: the log is damaged, or the slots cannot be read.
         StorageError: the disk has no room for the slots.
     """
-    updates = read_log(run / TRAJECTORY)[1] if done else []
+    noise = Noise(config.seed, config.noise_kind)  # a new run's method replaces it
+    updates: list[Update | None] = []
+    if done:
+        header, updates = read_log(run / TRAJECTORY)
+        noise = Noise.of_log(config.seed, config.noise_kind, header.more)
     manifest = bundle.manifest
     settings = (manifest.weights_sha256, config.seed, config.noise_kind)
     identity = hashlib.sha256(json.dumps(settings).encode()).digest()
@@ -64,7 +69,7 @@ def open_weights(
         manifest,
         base,
         slots,
-        RowNoise(config.seed, config.noise_kind),
+        RowNoise.like(noise),
         done,
         dict(enumerate(updates[:done])),
         ReadAhead(slots.path) if prefetch and base.assembly is None else None,
@@ -92,7 +97,7 @@ def write_trained(
         manifest,
         Weights(bundle),
         None,
-        RowNoise(header.seed, header.noise),
+        RowNoise.like(Noise.of_log(header.seed, header.noise, header.more)),
         len(updates),
         dict(enumerate(updates)),
     )

@@ -28,6 +28,7 @@ from runtime.arrays.weight_source import FloatTile, WeightSource, new_rows
 from runtime.bundle.manifest import Manifest
 from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.full.stored_floats import F32, Octets, expand, rounded
+from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Update
 from runtime.operations.values import F32 as F32_BYTES
 from runtime.storage.read_ahead import ReadAhead
@@ -113,7 +114,7 @@ class FullWeights:
         """See `runtime.methods.log`."""
         if (trained := fields.get("trained")) != "full":
             raise ValueError(f"what it trains is {trained!r}")
-        if others := fields.keys() - {*cls.log_fields}:
+        if others := fields.keys() - {*cls.log_fields, *Noise.log_fields}:
             raise ValueError(f"it trains all weights, and has {', '.join(sorted(others))}")
 
     @classmethod

@@ -99,5 +99,5 @@ class FullZerothOrder(ZerothOrder):
     def log_header(self) -> str:
         """The header of the log from which `ondevice replay` rebuilds the run's weights."""
         noise, sha256 = self.noise, self.weights.manifest.weights_sha256
-        more = self.weights.header()
+        more = {**noise.header(), **self.weights.header()}
         return Header(noise.seed, noise.kind, self.weight_decay, sha256, sha256, more=more).line()

@@ -1,7 +1,7 @@
 """The first line of a trajectory log: which run it belongs to, and how its noise is drawn.
 
-Every log has the fields of `Header`. Its other fields are in `more`: a descent, an estimator
-or the trained weights wrote it, and `runtime.methods.log` lists these writers.
+Every log has the fields of `Header`. Its other fields are in `more`: a descent, the noise, an
+estimator or the trained weights wrote it, and `runtime.methods.log` lists these writers.
 """
 
 from __future__ import annotations

@@ -460,7 +460,7 @@ class ZerothOrder:
         manifest, noise = self.adapters.manifest, self.noise
         lora = manifest.lora.to_json()
         weights, initial = manifest.weights_sha256, self.adapters.digest()
-        more = {**self.descent.header(), **self.estimator.header()}
+        more = {**self.descent.header(), **noise.header(), **self.estimator.header()}
         return Header(
             noise.seed, noise.kind, self.weight_decay, weights, initial, lora, more=more
         ).line()

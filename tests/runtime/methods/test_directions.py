@@ -8,12 +8,37 @@ from typing import Any
 import numpy as np
 import pytest
 from support.bundles import Rng, Tiny
-from support.estimators import config_of, started
+from support.estimators import config_of, copy_of, rows_of, started
 from support.models import adapters_of, model_of
 
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
 from runtime.methods.protocol import method as implementation
+
+
+def test_a_pool_has_so_many_directions_that_k_numbers_are_the_adapters(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    """theta = theta_0 - sum of a_j z_j, whatever the number of steps."""
+    bundle = tiny("qwen2")
+    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    initial = copy_of(adapters)
+    method = started(config_of("kzoo", seed, seed_pool=3), model, adapters, tmp_path, 1, 8)
+    a = np.zeros(3)
+    for step in range(6):
+        result = method.step(step, 0.01, [rows_of(bundle, rng, 1)])
+        assert result.record is not None
+        for query, g in enumerate(result.record[1]):
+            a[method.noise.member(step, query)] += 0.01 * g / 4
+    method.settle()
+    assert np.count_nonzero(a) == 3
+    of = {
+        method.noise.member(step, query): (step, query) for step in range(6) for query in range(4)
+    }
+    for name, theta in initial.tensors.items():
+        z = [np.array(method.noise.draw(*of[j], name, theta.shape)) for j in range(3)]
+        expected = np.array(theta) - sum(a[j] * z[j] for j in range(3))
+        assert np.array(adapters.tensors[name]) == pytest.approx(expected, abs=1e-5), name
 
 
 def test_fzoo_divides_by_the_deviation_of_the_losses(
@@ -49,6 +74,8 @@ def test_fzoo_needs_two_directions(seed: int) -> None:
             "zo_optimizer is an option of mezo and zo-act",
         ),
         ({"method": "mebp", "zo_window": 3}, "zo_window is an option of mezo and zo-act, not"),
+        ({"method": "mezo", "seed_pool": 3}, "seed_pool is an option of kzoo, not of mezo"),
+        ({"method": "kzoo", "zo_optimizer": "adam"}, "zo_optimizer is an option of mezo and"),
         ({"method": "mebp", "queries": 2}, "queries is an option of mezo, fzoo"),
         ({"method": "mebp", "noise": "gaussian"}, "noise is an option of mezo, fzoo"),
         ({"method": "mebp", "epsilon": 0.1}, "epsilon is an option of mezo, fzoo"),

@@ -25,6 +25,7 @@ ORACLES: dict[str, type[Monolithic]] = {
     "fzoo": estimators.MonolithicFZOO,
     "momentum": estimators.MonolithicMomentum,
     "adam": estimators.MonolithicAdam,
+    "kzoo": estimators.MonolithicKZOO,
     "zo-act": estimators.MonolithicZOAct,
 }
 
@@ -34,6 +35,7 @@ LEARNING = {  # rate and steps in which the loss of a row must fall
     "fzoo": (1e-5, 16),
     "momentum": (6e-4, 30),
     "adam": (5e-3, 15),
+    "kzoo": (1e-3, 20),
     "zo-act": (1e-3, 20),
 }
 NEW_ADAPTERS = {"zo-act"}  # with which it begins
@@ -119,6 +121,7 @@ def test_it_learns_a_row(tiny: Tiny, case: str, tmp_path: Path) -> None:
         ({"method": "mezo", "zo_optimizer": "adam"}, 2, 2, 6),
         ({"method": "fzoo"}, 9, 9, 3),
         ({"method": "fzoo", "queries": 64}, 65, 20, 3),
+        ({"method": "kzoo"}, 8, 8, 3),
     ],
 )
 def test_demand_counts_points_and_what_an_update_takes(

@@ -17,6 +17,7 @@ from runtime.core.errors import BundleError
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.weights import FullWeights
 from runtime.methods.log import OWNERS, Owner, check_fields, read_log, rebuild
+from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Averages, Update
 from runtime.methods.zeroth.log_header import REQUIRED, Header
 from runtime.methods.zeroth.zo_act import Coefficients
@@ -26,6 +27,7 @@ PLAIN = Header(3, "gaussian", 0.1, "a" * 64, "b" * 64)
 VALID: list[tuple[type[Owner], dict[str, Any]]] = [
     (Averages, {"optimizer": "adam", "window": 2}),
     (Averages, {"optimizer": "momentum", "window": 1000}),
+    (Noise, {"pool": 16}),
     (Coefficients, {"frozen": "lora_a"}),
     (FullWeights, {"trained": "full"}),
 ]
@@ -37,6 +39,9 @@ INVALID: list[tuple[type[Owner], dict[str, Any], str]] = [
     (Averages, {"optimizer": "adam", "window": 10**9}, "its window is 1000000000"),
     (Averages, {"optimizer": "adam", "window": 2.0}, "its window is 2.0"),
     (Averages, {"optimizer": "adam", "window": True}, "its window is True"),
+    (Noise, {"pool": -1}, "its pool of directions is -1"),
+    (Noise, {"pool": "16"}, "its pool"),
+    (Noise, {"pool": 1 << 40}, "its pool"),
     (Coefficients, {"frozen": "lora_b"}, "does not train 'lora_b'"),
     (FullWeights, {"trained": "lora"}, "what it trains is 'lora'"),
     (FullWeights, {"trained": "full", "frozen": "lora_a"}, "all weights, and has frozen"),
@@ -159,6 +164,17 @@ LOGS: dict[str, tuple[dict[str, Any], str, list[str], list[float], float]] = {
         ],
         [-0.04596535488963127, 0.008992977440357208, 0.03830413147807121, -0.04350771754980087],
         1478.5801484984986,
+    ),
+    "kzoo": (
+        {"queries": 2},
+        ', "pool": 16}',
+        [
+            "[0.01, [8.801460266113281, 8.424441019693862]]",
+            "[0.01, [7.983922958374023, 7.983922958374023]]",
+            "[0.01, [-6.627321243286133, -1.7273426055908203]]",
+        ],
+        [-0.03614606708288193, 0.0597306564450264, 0.032145678997039795, -0.14220477640628815],
+        2240.35113281745,
     ),
 }
 

@@ -127,8 +127,12 @@ def test_the_best_step_is_what_replay_writes(model: Path, tmp_path: Path) -> Non
     assert loss == pytest.approx(best["loss"], rel=1e-6)
 
 
-def test_another_estimator_resumes_and_replays(model: Path, tmp_path: Path) -> None:
-    options = {"method": "fzoo", "queries": 2, "learning-rate": 1e-5, "weight-decay": 0.1}
+@pytest.mark.parametrize(
+    "method",
+    ["fzoo", pytest.param("kzoo", marks=pytest.mark.slow)],
+)
+def test_other_estimators_resume_and_replay(model: Path, tmp_path: Path, method: str) -> None:
+    options = {"method": method, "queries": 2, "learning-rate": 1e-5, "weight-decay": 0.1}
     succeeds(*arguments(model, tmp_path / "whole", **options))
     killed_and_resumed(
         tmp_path / "killed", "step 4", arguments(model, tmp_path / "killed", **options)

@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mebp": {"method": "mebp", "max_grad_norm": 1.0},
     "mezo": {"method": "mezo", "prefix_length": 3, "eval_data": "random:9", "eval_every": 3},
     "fzoo": {"method": "fzoo", "learning_rate": 1e-5},
+    "kzoo": {"method": "kzoo"},
     "adam": {"method": "mezo", "zo_optimizer": "adam", "zo_window": 3},
 }
 QUICK = ("mebp", "mezo")
