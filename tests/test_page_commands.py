@@ -130,6 +130,8 @@ def shrunk(command: str, place: Path) -> list[str]:
     elif name and written.is_dir() and words[0] != "export":
         shutil.rmtree(written)
     small = SMALLER.get(words[0], [])
+    if "--equal" in words:  # by passes, not by steps
+        small = [*(one for one in small if "steps=" not in one), "--max-forward-passes=27"]
     return [*words, *small]
 
 

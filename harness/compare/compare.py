@@ -21,6 +21,9 @@ from harness.compare.folder import PROFILE, RUNS, SWEEP, absolute, has_runs, ope
 from harness.compare.lengths import (
     UNBOUNDED_STEPS,
     evaluated_every,
+    first_passes,
+    passes_of_row,
+    passes_of_step,
     step_limit,
     sweep_steps,
 )
@@ -144,7 +147,8 @@ class Comparison:
         run = self.folder / RUNS / method
         outcome, reason, summary = self._attempt(f"the run of {method}", settings, run)
         evaluated = (run / "evaluations.json").exists()
-        curve = read_curve(run) if evaluated else None
+        before = first_passes(self.config, method, run)
+        curve = read_curve(run, passes_of_row(method), before) if evaluated else None
         profile = self._profile(trial) if curve is not None else None
         return Finding(trial, tried, chosen, outcome, reason, curve, summary, profile)
 
@@ -259,10 +263,10 @@ def _showing_lengths(config: CompareConfig, note: Note, measure: Measure) -> Mea
 
 
 def check_methods(config: CompareConfig) -> None:
-    """Check each method's options against the bundle.
+    """Check each method's options against the bundle, and the forward passes of one step.
 
     Raises:
-        UsageError: a method cannot be trained like this.
+        UsageError: a method cannot be trained like this, or has no step in so few passes.
         BundleError: there is no bundle, or it is damaged.
     """
     bundle = open_bundle(config.bundle)
@@ -270,6 +274,14 @@ def check_methods(config: CompareConfig) -> None:
         settings = training_settings(config, grid(config, method)[0])
         trained, own = to_train(TrainConfig(**settings), bundle)
         training(trained, own.manifest)
+        before = first_passes(config, method)
+        passes = before + passes_of_step(config, method)
+        if 0 < config.max_forward_passes < passes:
+            raise UsageError(
+                f"max_forward_passes {config.max_forward_passes} < {passes}, those of one step of "
+                f"{method}{' and those before it' if before else ''}; give more, or leave the "
+                "method out"
+            )
 
 
 def _tried(trial: Trial, outcome: str, reason: str, run: Path, steps: int) -> Tried:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from harness.compare.lengths import evaluated_every
+from harness.compare.lengths import PASSES_WITH_BACKWARD, evaluated_every, passes_of_row
 from harness.compare.trials import Finding
 from harness.config.compare import CompareConfig
 from harness.report.curve import Curve
@@ -33,11 +33,20 @@ def notes(config: CompareConfig, findings: Mapping[str, Finding]) -> list[str]:
 
 def _definitions(config: CompareConfig, methods: Sequence[str]) -> list[str]:
     """The meaning of each column of costs, and of a level that is reached."""
+    twice = [method for method in methods if passes_of_row(method) > 1]
     return [
         "Training seconds are those of the steps, without evaluations, saves and the sweep.",
         "A level is reached at the first evaluation at or below it; evaluated every "
         + ", ".join(f"{_steps(evaluated_every(config, method))} ({method})" for method in methods)
         + ".",
+        "A forward pass is one row through all blocks."
+        + (
+            f" A row of {' and '.join(twice)} counts as {PASSES_WITH_BACKWARD}: it is computed "
+            "again for its gradient, which costs about as much as a third pass."
+            if twice
+            else ""
+        )
+        + f" Methods are judged by {config.judged_by.replace('_', ' ')}.",
         "Peak MB is the process's largest footprint until then, its evaluations included.",
     ]
 
@@ -54,6 +63,13 @@ def _condition_notes(
         said.append(
             "The methods ran for different numbers of steps: "
             + ", ".join(f"{name} {steps:,}" for name, steps in lengths.items())
+            + "."
+        )
+    passes = {name: curve.points[-1].forward_passes for name, curve in curves.items()}
+    if config.equal == "forward-passes" and len(set(passes.values())) > 1:
+        said.append(
+            "Steps are whole, so the forward passes differ: "
+            + ", ".join(f"{name} {count:,}" for name, count in passes.items())
             + "."
         )
     return said

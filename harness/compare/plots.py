@@ -36,13 +36,14 @@ def draw(report: Mapping[str, Any]) -> dict[str, list[Chart]]:
 def _quality(
     report: Mapping[str, Any], methods: Methods, key: str, unit: str, factor: float
 ) -> list[Chart]:
-    """A quality against steps, on a logarithmic axis, and against seconds."""
+    """A quality against steps or forward passes, on a logarithmic axis, and against seconds."""
     settings = report["settings"]
     start = factor * report["baseline"][key]
     levels = [Level("before training", None, start)]
     if key == "loss" and settings["target_loss"]:
         levels.append(Level("target", 0, settings["target_loss"]))
     ceiling = LOSS_SHOWN * start if key == "loss" else math.inf
+    counted = "forward_passes" if settings["equal"] == "forward-passes" else "step"
 
     def chart(against: str, across: str, logarithmic: bool) -> Chart:
         lines = []
@@ -63,9 +64,9 @@ def _quality(
         )
 
     # a logarithmic axis cannot show step 0; the grey level shows its value
-    trained = any(method["curve"]["points"][-1]["step"] for method in methods.values())
+    trained = any(method["curve"]["points"][-1][counted] for method in methods.values())
     return [
-        chart("step", "steps", trained),
+        chart(counted, "steps" if counted == "step" else "forward passes", trained),
         chart("seconds", "training time (s)", False),
     ]
 

@@ -97,16 +97,19 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
 
 
 def _levels(report: Mapping[str, Any]) -> Table:
-    rows: list[tuple[str, ...]] = [("loss", "level", "method", "steps", "training s", "peak MB")]
+    rows: list[tuple[str, ...]] = [
+        ("loss", "level", "method", "steps", "forward passes", "training s", "peak MB")
+    ]
     for level in report["levels"]:
         first = (f"{level['loss']:.4f}", level["meaning"])
         for name in report["methods"]:
             point = level["reached"].get(name)
             cost = (
-                ("not reached", "", "")
+                ("not reached", "", "", "")
                 if point is None
                 else (
                     f"{point['step']:,}",
+                    f"{point['forward_passes']:,}",
                     f"{point['seconds']:,.1f}",
                     f"{point['peak_bytes'] / 1e6:.1f}",
                 )
@@ -114,7 +117,7 @@ def _levels(report: Mapping[str, Any]) -> Table:
             rows.append((*first, name, *cost))
             first = ("", "")
     if len(rows) == 1:
-        rows.append(("none", "no method fell below the loss before training", *[""] * 4))
+        rows.append(("none", "no method fell below the loss before training", *[""] * 5))
     return Table("Cost until the held-out loss first reached a level", rows, left=3)
 
 

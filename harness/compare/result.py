@@ -47,7 +47,7 @@ def result(config: CompareConfig, findings: Mapping[str, Finding]) -> dict[str, 
         "machine": describe(),
         "budget_bytes": config.budget_bytes,
         "baseline": {"loss": baseline.loss, "accuracy": baseline.accuracy},
-        "verdict": verdict(reached),
+        "verdict": verdict(reached, config.judged_by),
         "levels": reached,
         "methods": {name: _method(finding) for name, finding in findings.items()},
         "sweep": {

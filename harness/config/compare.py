@@ -157,6 +157,21 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     max_seconds: float = option(
         0.0, "most training seconds of each method (0: no limit)", NOT_NEGATIVE
     )
+    max_forward_passes: int = option(
+        0,
+        "most forward passes of each method, each of one row; a row trained with backpropagation "
+        "counts as three, since it is computed twice and its gradient costs about as much (0: no "
+        "limit)",
+        NOT_NEGATIVE,
+    )
+    equal: str = choice(
+        "nothing",
+        "give each method the same number of seconds (--max-seconds) or of forward passes "
+        "(--max-forward-passes), and judge by it; without it, methods are judged by seconds",
+        "nothing",
+        "forward-passes",
+        "seconds",
+    )
     target_loss: float = option(
         0.0, "held-out loss at which a method is done (0: none)", NOT_NEGATIVE
     )
@@ -177,7 +192,8 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     )
     eval_every: str | None = option(
         None,
-        "steps between evaluations, written as --steps (default: 50)",
+        "steps between evaluations, written as --steps (default: 50, or with --max-forward-passes "
+        "so many that each method is evaluated at most 20 times)",
         _COUNTS,
         Group.EVALUATION,
     )
@@ -207,7 +223,8 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     sweep_steps: str | None = option(
         None,
         "steps of each trial before the first half is left, written as --steps (default: "
-        f"{_SWEEP_STEPS})",
+        f"{_SWEEP_STEPS}; with --max-forward-passes so many that the last two go on for a quarter "
+        "of the run)",
         _COUNTS,
         Group.SWEEP,
     )
@@ -228,10 +245,33 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
             for method in self.method_names
             if "learning_rate" not in self.searched(method)
         ]
-        limits = ("steps", "max_seconds", "target_loss")
+        limits = ("steps", "max_seconds", "max_forward_passes", "target_loss")
         if not any(getattr(self, name) for name in limits):
             problems.append(f"nothing ends it: give {', '.join(limits[:-1])} or {limits[-1]}")
+        problems += self._unequal()
         refuse(type(self), problems)
+
+    def _unequal(self) -> list[str]:
+        """Why the methods would not get the same amount of the cost that `equal` names."""
+        if self.equal == "nothing":
+            return []
+        limit, other = "max_seconds", "max_forward_passes"
+        if self.equal == "forward-passes":
+            limit, other = other, limit
+        problems = []
+        if not getattr(self, limit):
+            problems.append(f"equal is {self.equal}, but {limit} does not say how many")
+        problems += [
+            f"equal is {self.equal}; {name} would give the methods other amounts of them"
+            for name in ("steps", other)
+            if getattr(self, name)
+        ]
+        return problems
+
+    @property
+    def judged_by(self) -> str:
+        """The cost by which methods are compared: `seconds` or `forward_passes`."""
+        return "forward_passes" if self.equal == "forward-passes" else "seconds"
 
     @property
     def method_names(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The learning curve of a run: each evaluation, with the cost of training up to it; and levels.
 
 Invariant: nothing is interpolated. A loss counts as reached at the first evaluation at or below
-it, with the steps, seconds and peak memory until then; a loss that no evaluation shows is
+it, with the steps, passes, seconds and peak memory until then; a loss that no evaluation shows is
 not reached.
 """
 
@@ -27,6 +27,7 @@ class Point:
     loss: float
     accuracy: float
     exact: float
+    forward_passes: int
     seconds: float
     peak_bytes: int
 
@@ -59,22 +60,33 @@ class Curve:
         }
 
 
-def read_curve(run: Path) -> Curve:
-    """The curve of the run in a folder; the run may have ended early."""
+def read_curve(run: Path, passes_of_row: int = 1, first_passes: int = 0) -> Curve:
+    """The curve of the run in a folder; the run may have ended early.
+
+    A row that was run forward counts as `passes_of_row` passes; `first_passes` came before the
+    first step.
+    """
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     evaluations = json.loads((run / "evaluations.json").read_text())
-    return make_curve([json.loads(line) for line in lines], evaluations)
+    return make_curve(
+        [json.loads(line) for line in lines], evaluations, passes_of_row, first_passes
+    )
 
 
 def make_curve(
-    entries: Sequence[Mapping[str, Any]], evaluations: Mapping[str, Mapping[str, Any]]
+    entries: Sequence[Mapping[str, Any]],
+    evaluations: Mapping[str, Mapping[str, Any]],
+    passes_of_row: int = 1,
+    first_passes: int = 0,
 ) -> Curve:
     """The curve of a run.
 
     entries: the lines of metrics.jsonl.  evaluations: by "before", "after" or the step's number.
     """
     seconds = [0.0, *accumulate(entry["seconds"] for entry in entries)]
+    of_steps = (passes_of_row * entry["forward_passes"] for entry in entries)
+    passes = [*accumulate(of_steps, initial=first_passes)]
     # a resumed run is another process, whose peak starts at zero
     peaks = [0, *accumulate((entry["peak_footprint_bytes"] for entry in entries), max)]
     points: dict[int, Point] = {}
@@ -92,6 +104,7 @@ def make_curve(
             loss=evaluation["loss"],
             accuracy=evaluation["accuracy"],
             exact=evaluation["exact"],
+            forward_passes=passes[step],
             seconds=seconds[step],
             peak_bytes=peaks[step],
         )

@@ -108,6 +108,11 @@ def _require(path: Path, good: bool, complaint: str) -> None:
         )
 
 
+def count_rows(path: Path) -> int:
+    """How many rows a token file holds, without a look at them. Raises DataError."""
+    return _read_head(path).rows
+
+
 class TokenRows:
     """The rows of a token file, mapped; `vocab_size` is the model's number of tokens.
 

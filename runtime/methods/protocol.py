@@ -185,3 +185,13 @@ def started(config: TrainConfig, begin: Start) -> Method:
             "only, or share it by mpirun (--parallel data=2)"
         )
     return running
+
+
+def passes_before(config: StepConfig, rows: int | None) -> int:
+    """The forward passes that a method makes before its first step, at most.
+
+    `rows` are those of the training data, None where there are more than any method needs. Only the
+    module of a method that makes such passes defines `first_passes`.
+    """
+    counted = getattr(method(config.method), "first_passes", None)
+    return 0 if counted is None else int(counted(config, rows))

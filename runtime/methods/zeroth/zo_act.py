@@ -50,6 +50,7 @@ BASIS = "lora_a"  # how the names of the matrices Q end
 
 
 ITERATIONS = 4  # AGZO takes "a few"
+PASSES = ITERATIONS + 1  # of each row through an adapted block: the last one has the basis
 Sums = dict[str, mx.array]  # x^T x Q (C, r) by the matrix's relative name
 
 
@@ -94,6 +95,15 @@ def demand(config: StepConfig) -> Demand:
         trains_weights=False,
         observes_inputs=True,
     )
+
+
+def first_passes(config: StepConfig, rows: int | None) -> int:
+    """The forward passes that find the bases, at most; `rows` are those of the training data.
+
+    As many rows as a step has hidden states are run, whose slots they take.
+    """
+    most = demand(config).hidden_states
+    return PASSES * (most if rows is None else min(most, rows))
 
 
 def start(config: TrainConfig, begin: Start) -> ZerothOrder:

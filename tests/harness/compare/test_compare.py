@@ -375,6 +375,8 @@ def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
     assert mebp["curve"]["steps"]["step"] == list(range(1, 21))
     assert [point["step"] for point in mebp["curve"]["points"]] == [0, 10, 20]
     assert [point["step"] for point in mezo["curve"]["points"]] == [0, 5, 10]
+    assert mebp["last"]["forward_passes"] == 20 * 2 * 3  # forward, again, and the gradient
+    assert mezo["last"]["forward_passes"] == 10 * 2 * 2
     assert mebp["curve"]["points"][0]["loss"] == mezo["curve"]["points"][0]["loss"]
     assert mebp["stopped"] == mezo["stopped"] == "steps"
     names = [block["name"] for block in mezo["profile"]["blocks"]]

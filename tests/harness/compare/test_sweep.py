@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """A sweep by successive halving, rates that spoil a longer run, and what is refused at once."""
+=======
+"""A sweep by successive halving; comparisons in which every method gets the same amount."""
+>>>>>>> parent of 6c3cf53 (Compare: --equal and --max-forward-passes are gone; methods are judged by seconds)
 
 from __future__ import annotations
 
@@ -10,15 +14,29 @@ from typing import Any
 
 import pytest
 from support.bundles import Tiny
+<<<<<<< HEAD
 from support.comparisons import Runs, by_rate, entry, evaluation, settings
+=======
+from support.comparisons import Runs, by_rate, settings
+from support.curves import entry, evaluation
+>>>>>>> parent of 6c3cf53 (Compare: --equal and --max-forward-passes are gone; methods are judged by seconds)
 from support.exchange import NEEDS_MPI
 from support.runs import here, ondevice
+from support.token_rows import after, write_rows
 
 from harness.compare.compare import compare
+from harness.compare.lengths import (
+    evaluated_every,
+    first_passes,
+    passes_of_step,
+    step_limit,
+    sweep_steps,
+)
 from harness.compare.report import to_text
 from harness.measure import training
 from harness.measure.training import measure_training
 from harness.report.curve import read_curve
+from runtime.config.methods import METHODS
 from runtime.core.errors import DivergedError, InterruptedRunError, UsageError
 
 RATES = {1e-5: (4.5, 4.4, 4.3), 2e-5: (4.4, 4.0, 3.9), 3e-5: (4.3, 4.1, 3.0), 4e-5: (4.6, 1, 1)}
@@ -118,8 +136,8 @@ def test_a_run_that_goes_on_is_the_longer_run(tiny: Tiny, tmp_path: Path) -> Non
     names = ("adapters.safetensors", "trajectory.jsonl")
     for name in names:
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    points = read_curve(tmp_path / "run").points
-    assert [point.step for point in points] == [0, 2, 4]
+    points = read_curve(tmp_path / "run", 3).points
+    assert [(point.step, point.forward_passes) for point in points] == [(0, 0), (2, 12), (4, 24)]
     assert points[-1].loss == read_curve(tmp_path / "whole").points[-1].loss
     assert longer["steps"] == 4
     with pytest.raises(UsageError, match="other settings: seed 0 "):
@@ -167,11 +185,96 @@ def test_processes_share_the_trainings_of_a_comparison(tiny: Tiny, tmp_path: Pat
     assert len(summary["worker_peak_bytes"]) == 2
 
 
+def test_every_method_gets_the_same_forward_passes(tmp_path: Path) -> None:
+    given = settings(
+        tmp_path, methods=",".join(METHODS), steps=None, eval_every=None, batch_size=2,
+        equal="forward-passes", max_forward_passes=7200,
+    )  # fmt: skip
+    assert {method: passes_of_step(given, method) for method in METHODS} == {
+        "mebp": 6, "mezo": 4, "fzoo": 18, "kzoo": 16,
+        "zo-act": 4,
+    }  # fmt: skip
+    for method in METHODS:
+        steps = 7200 // passes_of_step(given, method)
+        before = first_passes(given, method)
+        assert step_limit(given, method) == steps - -(-before // passes_of_step(given, method))
+        assert evaluated_every(given, method) == -(-steps // 20)
+        assert sweep_steps(given, method, 3) == [steps // 8, steps // 8 * 2]
+        assert sweep_steps(given, method, 8)[-1] == steps // 16 * 4
+        assert sweep_steps(given, method, 2) == [steps // 4]
+    queries = settings(tmp_path, steps=None, max_forward_passes=100, queries=5)
+    assert step_limit(queries, "mezo") == 10 and step_limit(queries, "mebp") == 33
+    both = settings(tmp_path, steps="7", max_forward_passes=100)
+    assert step_limit(both, "mezo") == 7
+
+
+def test_passes_before_the_first_step_count(tmp_path: Path) -> None:
+    """Of zo-act's two hidden states for each of 2 rows, each row has 4 iterations and a pass."""
+    given = settings(
+        tmp_path, methods="mezo,zo-act", steps=None, batch_size=2, learning_rates="1e-6",
+        equal="forward-passes", max_forward_passes=60, queries=2,
+    )  # fmt: skip
+    assert first_passes(given, "mezo") == 0
+    assert first_passes(given, "zo-act") == 8 * 5
+    assert step_limit(given, "mezo") == 7
+    assert step_limit(given, "zo-act") == 2
+    report = compare(given, id, Runs(by_rate))
+    points = report["methods"]["zo-act"]["curve"]["points"]
+    assert [point["forward_passes"] for point in points] == [40, 42]  # made up: one a step
+    assert report["methods"]["mezo"]["curve"]["points"][0]["forward_passes"] == 0
+
+
+def test_a_basis_of_few_rows_counts_those(tmp_path: Path) -> None:
+    """A run's folder is enough: its settings and rows say what its method took."""
+    given = settings(tmp_path, methods="zo-act", batch_size=2)
+    write_rows(tmp_path / "train.tokens", [after([1, 2, 3])] * 3)
+    assert first_passes(given, "zo-act", tmp_path) == 3 * 5  # not 4 rows
+    assert first_passes(given, "zo-act", tmp_path / "random") == 4 * 5
+    assert first_passes(given, "mezo", tmp_path) == 0
+
+
+def test_methods_are_judged_by_what_is_equal(tmp_path: Path) -> None:
+    given = settings(
+        tmp_path, steps=None, eval_every="2", learning_rates="1e-4",
+        equal="forward-passes", max_forward_passes=12,
+    )  # fmt: skip
+    report = compare(given, id, Runs(by_rate))
+    assert {name: one["steps"] for name, one in report["methods"].items()} == {"mebp": 4, "mezo": 6}
+    text = to_text(report)
+    assert "forward passes and" in report["verdict"] and " times as many" in report["verdict"]
+    assert "A row of mebp counts as 3" in text and "judged by forward passes" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"equal": "seconds"}, "equal is seconds, but max_seconds does not say how many"),
+        ({"equal": "forward-passes", "max_seconds": 5.0}, "max_forward_passes does not say how"),
+        (
+            {"equal": "forward-passes", "max_forward_passes": 5, "max_seconds": 5.0},
+            "max_seconds would give the methods other amounts",
+        ),
+        (
+            {"equal": "seconds", "max_seconds": 5.0, "steps": "5"},
+            "steps would give the methods other amounts",
+        ),
+        ({"equal": "steps", "max_seconds": 5.0}, "equal"),
+    ],
+)
+def test_what_would_not_be_equal_is_refused(
+    tmp_path: Path, more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        settings(tmp_path, **{"steps": None, **more})
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--methods=mezo,fzoo", "--steps=3", "--queries=1"], "--queries 1 is too few for fzoo"),
         (["--methods=mezo,mebp", "--steps=3", "--trainable=full"], "quantized"),
+        (["--methods=mezo,fzoo", "--max-forward-passes=5"], "5 < 9, those of one step of fzoo"),
+        (["--methods=zo-act", "--max-forward-passes=9"], "9 < 12, those of one step of zo-act and"),
     ],
 )
 def test_what_a_later_method_cannot_do_is_said_before_the_first_runs(
@@ -188,7 +291,7 @@ def test_full_bundles_are_compared_without_adapters(tiny: Tiny, tmp_path: Path) 
     bundle = tiny("qwen2", seq_lens=(16,), trainable="full", storage="bfloat16").path
     words = ["compare", bundle, "--data=random:3", "--eval-data=random:4", "-o", tmp_path / "out"]
     common = ["--budget=200MB", "--max-seq-length=16", "--eval-rows=1", "--methods=mezo"]
-    done = ondevice(*words, *common, "--learning-rates=1e-6", "--steps=2")
+    done = ondevice(*words, *common, "--learning-rates=1e-6", "--max-forward-passes=8")
     assert done.returncode == 0, done.stderr
     config = (tmp_path / "out" / "runs" / "mezo" / "config.toml").read_text()
     assert 'trainable = "full"' in config

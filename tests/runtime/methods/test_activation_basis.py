@@ -20,7 +20,7 @@ from runtime.core.errors import UsageError
 from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Row, Sample
 from runtime.methods.adapters import Adapters
-from runtime.methods.zeroth.zo_act import ITERATIONS, set_bases
+from runtime.methods.zeroth.zo_act import ITERATIONS, PASSES, set_bases
 from runtime.storage.activations import Activations
 
 
@@ -71,7 +71,7 @@ def test_bases_are_power_iterations_on_the_inputs(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Model, "forward_lanes", counted)
         set_bases(model, adapters, samples, slots)
-    assert Counter(passed) == {block.label: 3 * (ITERATIONS + 1) for block in model.blocks[1:-1]}
+    assert Counter(passed) == {block.label: 3 * PASSES for block in model.blocks[1:-1]}
     for path, x in inputs_of(bundle, rows).items():
         q = before[f"{path}.lora_a"]
         for _ in range(ITERATIONS):
