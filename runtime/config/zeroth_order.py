@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.base import Config, Group, choice, option, up_to
+from runtime.config.base import Check, Config, Group, choice, option, up_to
 from runtime.config.methods import METHODS, OBJECTIVES
 
 _SEVERAL = {name: method.queries for name, method in METHODS.items() if method.queries > 1}
@@ -12,6 +12,7 @@ _IMPROVED = "; ".join(f"{name}, {entry.improves}" for name, entry in OBJECTIVES.
 MOST_QUERIES = 4096  # of a step
 MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
 MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo
+USUAL_SMOOTHING = 1e-6  # of hizoo's curvature; the authors' value for LoRA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,14 @@ class ZerothOrderOptions(Config):
         up_to(MOST_POOL),
         Group.ZEROTH_ORDER,
     )
+    hessian_smoothing: float | None = option(
+        None,
+        "with hizoo: how much of its estimate of the loss's curvature each step replaces, between "
+        "0 and 1; steps are shorter where the estimate is larger, and near 0 they are mezo's "
+        f"(default: {USUAL_SMOOTHING:g})",
+        Check(lambda value: 0 < value < 1, "above 0 and below 1"),
+        Group.ZEROTH_ORDER,
+    )
 
     @property
     def zeroth_order_problems(self) -> list[str]:
@@ -86,3 +95,8 @@ class ZerothOrderOptions(Config):
     def seed_pool_size(self) -> int:
         """How many directions there are in all, where steps draw from a pool."""
         return USUAL_POOL if self.seed_pool is None else self.seed_pool
+
+    @property
+    def hessian_smoothing_used(self) -> float:
+        """How much of an estimate of the Hessian a step replaces, where there is one."""
+        return USUAL_SMOOTHING if self.hessian_smoothing is None else self.hessian_smoothing

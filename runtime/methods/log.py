@@ -2,8 +2,9 @@
 
 `trajectory.jsonl` begins with a header (`runtime.methods.zeroth.log_header`); then one line a step:
 `[rate, [the factor of each query's direction]]`, in MeZO the projected gradients, or
-`[rate, null]` for a step that was skipped because a loss was not finite. Floats are written so that
-they read back to the same bits.
+`[rate, null]` for a step that was skipped because a loss was not finite. A descent may add a list
+of numbers of its own: `[rate, [...], [...]]`. Floats are written so that they read back to the same
+bits.
 
 Not every log's header has the same fields. A class that writes fields of its own is an `Owner`: it
 names them in `log_fields` and checks them in `check_fields`, and has a line in the lists below.
@@ -25,6 +26,7 @@ from runtime.methods.full.weights import FullWeights
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Averages, Descent, Sgd, Update
 from runtime.methods.zeroth.estimator import Estimator
+from runtime.methods.zeroth.hizoo import HessianDescent
 from runtime.methods.zeroth.log_header import Header
 from runtime.methods.zeroth.zo_act import Coefficients
 
@@ -43,7 +45,7 @@ class Owner(Protocol):
         """
 
 
-DESCENTS: tuple[type[Descent], ...] = (Averages,)
+DESCENTS: tuple[type[Descent], ...] = (Averages, HessianDescent)
 ESTIMATORS: tuple[type[Estimator], ...] = (Coefficients,)
 OWNERS: tuple[type[Owner], ...] = (*DESCENTS, *ESTIMATORS, Noise, FullWeights)
 T = TypeVar("T", bound=type[Owner])
@@ -64,24 +66,30 @@ def read_log(path: Path) -> tuple[Header, list[Update | None]]:
             raise ValueError("its first line is no header")
         header = Header.of(facts)
         check_fields(header.more)
-        return header, [update_of(header, step, line) for step, line in enumerate(lines[1:])]
+        descent = descent_in(header.more)
+        steps = enumerate(lines[1:])
+        return header, [update_of(header, descent, step, line) for step, line in steps]
     except (OSError, ValueError, TypeError, IndexError, OverflowError) as problem:
         raise BundleError(f"{path} is not a trajectory that can be replayed: {problem}") from None
 
 
-def update_of(header: Header, step: int, line: str) -> Update | None:
+def update_of(header: Header, descent: type[Descent], step: int, line: str) -> Update | None:
     """The update in the line of a step, counted from 0. Raises ValueError."""
     rate, gradients, *more = from_json(line)
-    if more:
-        raise ValueError(f"line {step + 2} holds more than projected gradients")
-    if gradients is None:
+    if gradients is None and not more:
         return None
-    if not gradients:
-        raise ValueError(f"line {step + 2} holds an empty list")
-    values = [rate, *gradients]
+    if len(more) > 1 or [] in (gradients, *more):
+        raise ValueError(f"line {step + 2} holds an empty list, or too many")
+    extras = more[0] if more else []
+    values = [rate, *gradients, *extras]
     if not all(isinstance(value, float | int) and math.isfinite(value) for value in values):
         raise ValueError(f"line {step + 2} holds a value that is no finite number")
-    return Update(step, float(rate), tuple(map(float, gradients)), header.weight_decay)
+    first, second = (tuple(map(float, numbers)) for numbers in (gradients, extras))
+    try:
+        descent.check_extras(first, second)
+    except ValueError as problem:
+        raise ValueError(f"line {step + 2} {problem}") from None
+    return Update(step, float(rate), first, header.weight_decay, second)
 
 
 def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> Adapters:
@@ -103,7 +111,10 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
     trained = trained_in(fields, tensors)
     for update in updates:
         if update is not None:
-            descent.remember(update)
+            try:
+                descent.remember(update)
+            except ValueError as problem:
+                raise BundleError(f"step {update.step} of the trajectory: {problem}") from None
             for name in trained:
                 tensors |= descent.apply(noise, {name: tensors[name]})
     return Adapters(manifest, tensors)
@@ -128,6 +139,10 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     for name in fields:
         if name not in known:
             raise ValueError(f"its header has an unknown field, {name!r:.80}")
+    descents = _writers(DESCENTS, fields)
+    if len(descents) > 1:
+        names = [name for descent in descents for name in descent.log_fields if name in fields]
+        raise ValueError(f"its header has fields of several descents: {', '.join(names)}")
     for owner in _writers(OWNERS, fields):
         owner.check_fields(fields)
 

@@ -27,7 +27,7 @@ from runtime.core.errors import (
 )
 from runtime.core.notes import Note, warning
 from runtime.core.signals import Stop, catching_signals, cause
-from runtime.methods.log import update_of
+from runtime.methods.log import descent_in, update_of
 from runtime.methods.zeroth.log_header import Header
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.parallel.fleet import REFUSED, Description, Guest, Task
@@ -121,6 +121,7 @@ class Helper:
         facts = [{f"the log's {name}": str(of[name]) for name in of} for of in (theirs, own)]
         require_same(facts[0], facts[1], COORDINATOR, WORKER)
         self._header = Header.of(theirs)
+        self._descent = descent_in(self._header.more)
         self._verified = ""  # the session whose coordinator had the same adapters
         self._handled = ("", -1)  # the session and step whose task is done
         self.parts = 0
@@ -131,7 +132,7 @@ class Helper:
         _go_on(self._stop)
         check_budget(trainer.meter, trainer.session.plan, LEFT)
         if (line := guest.line(trainer.done)) is not None:
-            update = update_of(self._header, trainer.done, line)
+            update = update_of(self._header, self._descent, trainer.done, line)
             self.method.follow(update)
             trainer.done += 1
             return False

@@ -143,6 +143,36 @@ class MonolithicKZOO(Monolithic):
         self.descend(number, rate, [one / self.queries for one in g])
 
 
+class MonolithicHiZOO(Monolithic):
+    """HiZOO (arXiv 2402.15173) with the mean over 2 directions a step; S is 1 / Sigma."""
+
+    n, alpha = 2, 1e-3
+
+    def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
+        super().__init__(adapters, seed, epsilon, weight_decay)
+        self.S = {name: mx.ones_like(theta) for name, theta in adapters.tensors.items()}
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        return super().direction(number, query, name) / mx.sqrt(self.S[name])
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        eps, n = self.epsilon, self.n
+        l0 = plain_loss(model, self.adapters, rows)
+        plus = [self.loss(model, rows, number, i, eps) for i in range(n)]
+        minus = [self.loss(model, rows, number, i, -eps) for i in range(n)]
+        g = [(plus[i] - minus[i]) / (2 * eps) for i in range(n)]
+        h = [(plus[i] + minus[i] - 2 * l0) / (2 * eps * eps) for i in range(n)]
+        for name, theta in self.adapters.tensors.items():
+            z = [Noise(self.seed).draw(number, i, name, theta.shape) for i in range(n)]
+            S = self.S[name]
+            hessian = sum(S * (z[i] * z[i]) * (abs(h[i]) / n) for i in range(n))
+            S = self.S[name] = S * (1 - self.alpha) + hessian * self.alpha
+            gradient = sum(z[i] * (g[i] / n) for i in range(n)) / mx.sqrt(S)
+            update = gradient + theta * self.weight_decay
+            self.adapters.tensors[name] = theta - update * rate
+        mx.eval(self.adapters.tensors, self.S)
+
+
 class MonolithicZOAct(Monolithic):
     """ZO-Act (arXiv 2607.01125): the coefficients, which are B, of a basis, which is A."""
 

@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import mlx.core as mx
 
@@ -48,11 +48,13 @@ class Update:
     rate: float
     gradients: tuple[float, ...]  # projected, one per query
     weight_decay: float
+    extras: tuple[float, ...] = ()  # the descent defines them
 
     @property
     def record(self) -> list[Any]:
         """Its line in the trajectory log."""
-        return [self.rate, list(self.gradients)]
+        extras = [list(self.extras)] if self.extras else []
+        return [self.rate, list(self.gradients), *extras]
 
     def apply(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
         """Tensors after the update, evaluated."""
@@ -108,9 +110,23 @@ class Descent(ABC):
         """See `runtime.methods.log`; only one that has fields is asked."""
         raise NotImplementedError(cls.__name__)
 
+    @classmethod
+    def check_extras(cls, gradients: Sequence[float], extras: Sequence[float]) -> None:
+        """Check the extras, which follow the gradients in a step's line of the log.
+
+        Raises:
+            ValueError: it is not this descent's.
+        """
+        if extras:
+            raise ValueError("holds more than projected gradients")
+
     def header(self) -> dict[str, Any]:
         """Its `log_fields`, as a log's header holds them."""
         return {}
+
+    def direction(self, tensor: str, z: mx.array) -> mx.array:
+        """The direction along which a tensor is perturbed where its noise is z."""
+        return z
 
     @abstractmethod
     def remember(self, update: Update) -> None:
@@ -130,6 +146,18 @@ class Descent(ABC):
         Raises:
             ValueError, KeyError, TypeError: `facts` hold something else.
         """
+
+    def write(self, file: IO[bytes]) -> None:  # noqa: B027 - most keep nothing so large
+        """Append to a save, after its line of JSON, the state that has the size of the adapters."""
+
+    def read(self, file: IO[bytes]) -> None:
+        """Read the state that `write` wrote, to the end of the file.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        if file.read(1):
+            raise ValueError("it goes on after its end")
 
 
 class Sgd(Descent):

@@ -71,6 +71,10 @@ class Estimator(ABC):
     def gradients(self, losses: Losses, epsilon: float) -> tuple[float, ...]:
         """One number per query, by which its direction is multiplied. All losses are finite."""
 
+    def extras(self, losses: Losses, epsilon: float) -> tuple[float, ...]:
+        """Further numbers of the losses that the descent needs, for the step's update."""
+        return ()
+
     @classmethod
     def trains(cls, tensor: str) -> bool:
         """Whether it moves a tensor of the adapters."""

@@ -33,7 +33,7 @@ from runtime.arrays.stored import Block
 from runtime.arrays.values import Loras
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, DivergedError, UsageError
-from runtime.core.files import flush, read_file, storage_errors
+from runtime.core.files import flush, require_file, storage_errors
 from runtime.engine.model import Model
 from runtime.engine.sample import Sample
 from runtime.engine.visits import visit, visits
@@ -285,11 +285,7 @@ class ZerothOrder:
         """The block's adapters at all points of one query."""
         theta = self.adapters.tensors
         names = self._names(block)
-        query = points[0].query
-        z = {
-            name: self.noise.draw(number, query, name, theta[name].shape)
-            for name in self._trained(names)
-        }
+        z = {name: self._direction(number, points[0].query, name) for name in self._trained(names)}
         for point in points:
             step = point.sign * self.epsilon
             tensors = {
@@ -299,6 +295,10 @@ class ZerothOrder:
             mx.eval(tensors)
             adapters = Adapters(self.adapters.manifest, tensors)
             perturbed[point] = adapters.loras(block)
+
+    def _direction(self, number: int, query: int, name: str) -> mx.array:
+        z = self.noise.draw(number, query, name, self.adapters.tensors[name].shape)
+        return self.descent.direction(name, z)
 
     def _names(self, block: Block) -> list[str]:
         """The tensors with which a block runs, some of which another one may own."""
@@ -364,7 +364,8 @@ class ZerothOrder:
         gradients = self.estimator.gradients(means, self.epsilon)
         if is_share:
             shown["learned"] = any(gradients)
-        update = Update(number, rate, gradients, self.weight_decay)
+        extras = self.estimator.extras(means, self.epsilon)
+        update = Update(number, rate, gradients, self.weight_decay, extras)
         self._pending = True
         self.descent.remember(update)
         return StepResult(mean, passes, 0, update.record, shown=shown)
@@ -439,6 +440,7 @@ class ZerothOrder:
         facts = {"skipped": self.skipped, **self.descent.state()}
         with storage_errors(path), path.open("wb") as file:
             file.write(json.dumps(facts).encode())
+            self.descent.write(file)
             file.flush()
             flush(file.fileno())
 
@@ -449,9 +451,12 @@ class ZerothOrder:
             BundleError: the file holds something else.
         """
         try:
-            facts = from_json(read_file(path))
-            self.skipped = int(facts["skipped"])
-            self.descent.restore(facts)
+            require_file(path)
+            with path.open("rb") as file:
+                facts = from_json(file.readline())
+                self.skipped = int(facts["skipped"])
+                self.descent.restore(facts)
+                self.descent.read(file)
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as problem:
             raise BundleError(f"{path} is damaged: {problem!r}") from None
 

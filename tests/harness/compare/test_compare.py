@@ -161,17 +161,17 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_folder_takes_more_methods_and_fewer(tmp_path: Path) -> None:
-    more, rates = "mezo,kzoo", {"learning_rates": "1e-5"}
+    more, rates = "mezo,hizoo", {"learning_rates": "1e-5"}
     compare(settings(tmp_path, methods="mezo", **rates), id, first := Runs(by_rate))
     both = compare(settings(tmp_path, methods=more, **rates), id, second := Runs(by_rate))
-    assert not set(first.made) & set(second.made) and list(both["methods"]) == ["mezo", "kzoo"]
+    assert not set(first.made) & set(second.made) and list(both["methods"]) == ["mezo", "hizoo"]
     assert f'methods = "{more}"' in (tmp_path / "out" / "config.toml").read_text()
-    one = compare(settings(tmp_path, methods="kzoo", **rates), id, third := Runs(by_rate))
-    assert list(one["methods"]) == ["kzoo"] and third.made == []
+    one = compare(settings(tmp_path, methods="hizoo", **rates), id, third := Runs(by_rate))
+    assert list(one["methods"]) == ["hizoo"] and third.made == []
     assert (tmp_path / "out" / "runs" / "mezo" / "summary.json").exists()
     with pytest.raises(UsageError, match="budget '300MB'"):
         compare(settings(tmp_path, methods=more, budget="1GB", **rates), id, third)
-    assert 'methods = "kzoo,mezo"' in (tmp_path / "out" / "config.toml").read_text()
+    assert 'methods = "hizoo,mezo"' in (tmp_path / "out" / "config.toml").read_text()
 
 
 def test_a_method_joins_with_settings_of_its_own(tmp_path: Path) -> None:
@@ -179,15 +179,15 @@ def test_a_method_joins_with_settings_of_its_own(tmp_path: Path) -> None:
         return settings(tmp_path, methods=methods, steps=steps, learning_rates=rates)
 
     compare(given("mezo", "mezo=40", "mezo=1e-5"), id, first := Runs(by_rate))
-    joined = given("kzoo", "kzoo=20", "kzoo=1e-4:3e-4")
+    joined = given("hizoo", "hizoo=20", "hizoo=1e-4:3e-4")
     compare(joined, id, second := Runs(by_rate))
     assert second.made and not set(first.made) & set(second.made)
     stored = load(CompareConfig, tmp_path / "out" / "config.toml", {})
-    assert stored.methods == "kzoo,mezo" and stored.steps == "kzoo=20,mezo=40"
-    assert stored.learning_rates == "kzoo=1e-4:3e-4,mezo=1e-5"
-    both = given("mezo,kzoo", "kzoo=20,mezo=40", "mezo=1e-5,kzoo=1e-4:3e-4")
+    assert stored.methods == "hizoo,mezo" and stored.steps == "hizoo=20,mezo=40"
+    assert stored.learning_rates == "hizoo=1e-4:3e-4,mezo=1e-5"
+    both = given("mezo,hizoo", "hizoo=20,mezo=40", "mezo=1e-5,hizoo=1e-4:3e-4")
     report = compare(both, id, third := Runs(by_rate))
-    assert list(report["methods"]) == ["mezo", "kzoo"] and third.made == []
+    assert list(report["methods"]) == ["mezo", "hizoo"] and third.made == []
     for steps, rates in (("30", "1e-5"), ("mezo=40", "mezo=1e-6"), ("mezo=50", "mezo=1e-5")):
         with pytest.raises(UsageError, match=r"other settings: (steps|learning_rates) "):
             compare(given("mezo", steps, rates), id, third)

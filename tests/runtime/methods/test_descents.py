@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from support.bundles import Rng, Tiny
+from support.estimators import config_of, started
+from support.models import adapters_of, model_of
+from support.plans import LINUX, demand_of
 
+from runtime.core.errors import BundleError, DivergedError
+from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Descent, Update, descent_of
+from runtime.methods.zeroth.hizoo import HessianDescent
+from runtime.plan.plan import Planner, Request
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
@@ -36,7 +45,7 @@ def test_a_window_of_all_estimates_is_the_optimizer(rng: Rng, seed: int, optimiz
     assert not np.allclose(theta, np.array(start), atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "hizoo"])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_tensors_are_updated_together_to_the_bits_of_each_alone(
     tiny: Tiny, rng: Rng, seed: int, monkeypatch: pytest.MonkeyPatch, name: str, queries: int
@@ -50,8 +59,11 @@ def test_tensors_are_updated_together_to_the_bits_of_each_alone(
     }
     mx.eval(start)
     numbers = tuple(map(float, rng.standard_normal(queries)))
+    extras = numbers if name == "hizoo" else ()
 
     def descent() -> Descent:
+        if name == "hizoo":
+            return HessianDescent(0.1, shapes, {})
         return descent_of(name, 2)
 
     together, alone = descent(), descent()
@@ -63,7 +75,7 @@ def test_tensors_are_updated_together_to_the_bits_of_each_alone(
         evaluate(*arrays)
 
     for step in range(2):
-        update = Update(step, 0.1, numbers, 0.1)
+        update = Update(step, 0.1, numbers, 0.1, extras)
         together.remember(update)
         alone.remember(update)
         expected = {full: alone.apply(noise, {full: value})[full] for full, value in values.items()}
@@ -89,3 +101,44 @@ def test_averages_keep_nothing_but_the_windows_numbers(seed: int) -> None:
     for wrong in ([["2", [1.0]]], [[2, []]], [[2, [float("nan")]]], [2], None):
         with pytest.raises((ValueError, TypeError)):
             descent.restore({"window": wrong})
+
+
+def test_a_plan_counts_the_hessian_on_the_disk(tiny: Tiny) -> None:
+    manifest = tiny("qwen2").manifest
+    adapters = sum(4 * a * b for a, b in Adapters.shapes(manifest).values())
+    state = 32 * manifest.hidden_size * 4  # the one at theta
+    mezo, hizoo = (
+        Planner(manifest, LINUX).plan(Request(32, 2), demand_of(method, 2), 10**9)
+        for method in ("mezo", "hizoo")
+    )
+    assert hizoo.scratch_disk_bytes - mezo.scratch_disk_bytes == adapters + 2 * state
+
+
+def test_a_save_without_a_hessian_is_refused(
+    tiny: Tiny, rng: Rng, seed: int, tmp_path: Path
+) -> None:
+    bundle = tiny("qwen2")
+    model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
+    method = started(config_of("hizoo", seed), model, adapters, tmp_path, 1, 4)
+    state = tmp_path / "state"
+    method.write(state)
+    whole = bytearray(state.read_bytes())
+    begins = whole.index(b"\n") + 1
+    assert len(whole) - begins == 4 * adapters.size
+    for wrong in (0.0, -1.0, np.inf, np.nan):
+        at = begins + 4 * int(rng.integers(adapters.size))
+        state.write_bytes(whole[:at] + np.float32(wrong).tobytes() + whole[at + 4 :])
+        with pytest.raises(BundleError, match=r"is damaged: .*curvature"):
+            method.read(state)
+    state.write_bytes(whole[: begins - 1])
+    with pytest.raises(BundleError, match="is damaged"):
+        method.read(state)
+
+
+@pytest.mark.parametrize("h", [0.0, 1e30])
+def test_a_hessian_beyond_float32_ends_a_run(seed: int, h: float) -> None:
+    descent = HessianDescent(0.9, {"a": (3, 4)}, {})
+    with pytest.raises(DivergedError, match="lower --hessian-smoothing"):
+        for step in range(99):
+            descent.remember(Update(step, 0.1, (1.0,), 0.0, (h,)))
+            descent.apply(Noise(seed), {"a": mx.zeros((3, 4))})

@@ -26,6 +26,7 @@ ORACLES: dict[str, type[Monolithic]] = {
     "momentum": estimators.MonolithicMomentum,
     "adam": estimators.MonolithicAdam,
     "kzoo": estimators.MonolithicKZOO,
+    "hizoo": estimators.MonolithicHiZOO,
     "zo-act": estimators.MonolithicZOAct,
 }
 
@@ -36,6 +37,7 @@ LEARNING = {  # rate and steps in which the loss of a row must fall
     "momentum": (6e-4, 30),
     "adam": (5e-3, 15),
     "kzoo": (1e-3, 20),
+    "hizoo": (1e-3, 20),
     "zo-act": (1e-3, 20),
 }
 NEW_ADAPTERS = {"zo-act"}  # with which it begins
@@ -88,7 +90,7 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
     same(adapters, rebuild(*read_log(tmp_path / "log"), initial))
 
 
-QUICK = {"adam"}  # the steps of all are those of the papers, see above
+QUICK = {"adam", "hizoo"}  # the steps of all are those of the papers, see above
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,8 @@ def test_it_learns_a_row(tiny: Tiny, case: str, tmp_path: Path) -> None:
         ({"method": "fzoo"}, 9, 9, 3),
         ({"method": "fzoo", "queries": 64}, 65, 20, 3),
         ({"method": "kzoo"}, 8, 8, 3),
+        ({"method": "hizoo", "queries": 2}, 5, 5, 5),
+        ({"method": "hizoo", "queries": 99}, 199, 21, 5),
     ],
 )
 def test_demand_counts_points_and_what_an_update_takes(
@@ -132,6 +136,7 @@ def test_demand_counts_points_and_what_an_update_takes(
     assert demand.hidden_states == 5 * states and demand.slots == 1 and not demand.backward
     assert (demand.adapter_copies, demand.scratch_copies) == (copies, scratch)
     assert demand.lanes[0] == min(16, 5 * states)
+    assert demand.moments == (config.method == "hizoo")
 
 
 @pytest.mark.parametrize("method", ["mezo", *ORACLES])

@@ -19,6 +19,7 @@ from runtime.methods.full.weights import FullWeights
 from runtime.methods.log import OWNERS, Owner, check_fields, read_log, rebuild
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Averages, Update
+from runtime.methods.zeroth.hizoo import HessianDescent
 from runtime.methods.zeroth.log_header import REQUIRED, Header
 from runtime.methods.zeroth.zo_act import Coefficients
 
@@ -27,6 +28,7 @@ PLAIN = Header(3, "gaussian", 0.1, "a" * 64, "b" * 64)
 VALID: list[tuple[type[Owner], dict[str, Any]]] = [
     (Averages, {"optimizer": "adam", "window": 2}),
     (Averages, {"optimizer": "momentum", "window": 1000}),
+    (HessianDescent, {"hessian_smoothing": 1e-6}),
     (Noise, {"pool": 16}),
     (Coefficients, {"frozen": "lora_a"}),
     (FullWeights, {"trained": "full"}),
@@ -39,12 +41,16 @@ INVALID: list[tuple[type[Owner], dict[str, Any], str]] = [
     (Averages, {"optimizer": "adam", "window": 10**9}, "its window is 1000000000"),
     (Averages, {"optimizer": "adam", "window": 2.0}, "its window is 2.0"),
     (Averages, {"optimizer": "adam", "window": True}, "its window is True"),
+    (HessianDescent, {"hessian_smoothing": 1.0}, "its smoothing of the Hessian is 1.0"),
+    (HessianDescent, {"hessian_smoothing": -1e-6}, "its smoothing"),
+    (HessianDescent, {"hessian_smoothing": "1e-6"}, "its smoothing"),
     (Noise, {"pool": -1}, "its pool of directions is -1"),
     (Noise, {"pool": "16"}, "its pool"),
     (Noise, {"pool": 1 << 40}, "its pool"),
     (Coefficients, {"frozen": "lora_b"}, "does not train 'lora_b'"),
     (FullWeights, {"trained": "lora"}, "what it trains is 'lora'"),
     (FullWeights, {"trained": "full", "frozen": "lora_a"}, "all weights, and has frozen"),
+    (FullWeights, {"trained": "full", "hessian_smoothing": 0.1}, "has hessian_smoothing"),
     (FullWeights, {"trained": "full", "optimizer": "adam", "window": 2}, "has optimizer, window"),
 ]
 
@@ -94,6 +100,10 @@ def log_of(path: Path, fields: dict[str, Any], *lines: str) -> Path:
             {"lora": {"rank": 0, "alpha": 1.0, "targets": "all-linear"}},
             "its LoRA rank is not in 1..4096",
         ),
+        (
+            {"optimizer": "adam", "window": 2, "hessian_smoothing": 0.1},
+            "several descents: optimizer, window, hessian_smoothing",
+        ),
     ],
 )
 def test_a_log_with_another_header_is_refused(
@@ -112,26 +122,41 @@ def test_a_log_without_a_common_field_is_refused(tmp_path: Path, name: str) -> N
         read_log(tmp_path / "log")
 
 
-def test_a_step_is_its_rate_and_its_gradients(tmp_path: Path) -> None:
-    log = log_of(tmp_path / "log", {}, "[0.1, [1.0, 2.0]]", "[0.1, null]")
-    assert read_log(log)[1] == [Update(0, 0.1, (1.0, 2.0), 0.1), None]
+CURVED = {"hessian_smoothing": 0.1}
+
+
+def test_a_descent_says_what_follows_the_gradients(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert read_log(log_of(log, {}, "[0.1, [1.0, 2.0]]"))[1] == [Update(0, 0.1, (1.0, 2.0), 0.1)]
+    _, updates = read_log(log_of(log, CURVED, "[0.1, [1.0, 2.0], [3.0, -4.0]]", "[0.1, null]"))
+    assert updates == [Update(0, 0.1, (1.0, 2.0), 0.1, (3.0, -4.0)), None]
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("fields", "line", "said"),
     [
-        ("[0.1, [1.0], [2.0]]", "line 2 holds more than projected gradients"),
-        ("[0.1, null, [2.0]]", ""),
-        ("[0.1, []]", "an empty list"),
-        ("[0.1, [1.0], []]", "more than"),
-        ("[0.1, [1e999]]", "no finite number"),
-        ("[" * 200_000, ""),
-        ("[0.1, [" + "9" * 400 + "]]", ""),
+        ({}, "[0.1, [1.0], [2.0]]", "line 2 holds more than projected gradients"),
+        ({}, "[0.1, null, [2.0]]", ""),
+        ({}, "[0.1, []]", "an empty list"),
+        ({}, "[0.1, [1.0], []]", "an empty list"),
+        ({}, "[0.1, [1e999]]", "no finite number"),
+        ({}, "[" * 200_000, ""),
+        ({}, "[0.1, [" + "9" * 400 + "]]", ""),
+        (CURVED, "[0.1, [1.0]]", "no second difference for each gradient"),
+        (CURVED, "[0.1, [1.0], [2.0, 3.0]]", "no second difference for each gradient"),
+        (CURVED, "[0.1, [1.0], [1e999]]", "no finite number"),
+        (CURVED, "[0.1, [1.0], null]", ""),
+        (CURVED, "[0.1, null, null]", ""),
+        (CURVED, "[0.1, [1.0], []]", "an empty list"),
+        (CURVED, '[0.1, [1.0], ["a"]]', "no finite number"),
+        (CURVED, "[0.1, [1.0], [2.0], [2.0]]", "too many"),
     ],
 )
-def test_a_step_with_other_numbers_is_refused(tmp_path: Path, line: str, said: str) -> None:
+def test_a_step_with_other_numbers_is_refused(
+    tmp_path: Path, fields: dict[str, Any], line: str, said: str
+) -> None:
     with pytest.raises(BundleError, match=f"not a trajectory that can be replayed: .*{said}"):
-        read_log(log_of(tmp_path / "log", {}, line))
+        read_log(log_of(tmp_path / "log", fields, line))
 
 
 # Logs as version 1 of the format has had them from the beginning: what follows the common fields,
@@ -153,6 +178,20 @@ LOGS: dict[str, tuple[dict[str, Any], str, list[str], list[float], float]] = {
         ],
         [-0.047565802931785583, 0.011175114661455154, 0.002849040785804391, 0.0027156355790793896],
         677.4822218182671,
+    ),
+    "hizoo": (
+        {},
+        ', "hessian_smoothing": 0.001}',
+        [
+            "[0.01, [-1.1703968048095703, 1.499176025390625], "
+            "[-63.65776062011719, -96.32110595703125]]",
+            "[0.01, [-1.7841339111326349, 2.282714843750089], "
+            "[-119.40002441424014, -14.877319335582229]]",
+            "[0.01, [0.7691383361816406, 4.736661911010742], "
+            "[117.77877807617188, 77.48603820800781]]",
+        ],
+        [-0.08145354688167572, -0.006917310878634453, 0.01764848083257675, 0.03473495692014694],
+        1017.8209323427145,
     ),
     "zo-act": (
         {},

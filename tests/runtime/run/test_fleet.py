@@ -208,7 +208,10 @@ def test_a_worker_leaves_for_20_steps_and_returns(stage: Stage, alone: Path) -> 
 @pytest.mark.parametrize(
     "options",
     [
-        {"zo_optimizer": "adam", "zo_window": 3, "grad_accumulation": 2},
+        {"method": "hizoo"},
+        pytest.param(
+            {"zo_optimizer": "adam", "zo_window": 3, "grad_accumulation": 2}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_methods_with_a_state_go_on(

@@ -148,6 +148,7 @@ def test_other_estimators_resume_and_replay(model: Path, tmp_path: Path, method:
         ({"zo-optimizer": "adam"}, "--zo-optimizer adam is not for --trainable full"),
         ({"method": "mebp"}, "--trainable full: mebp trains adapters only"),
         ({"method": "zo-act"}, "--trainable full: zo-act trains adapters only"),
+        ({"method": "hizoo"}, "--trainable full is not for hizoo"),
         ({"plan": "paper"}, "plan has no effect with trainable full"),
         ({"lora-rank": 4}, "--lora-rank: with --trainable full there are no adapters"),
         ({"adapter": "somewhere"}, "--adapter: with --trainable full there are no adapters"),
