@@ -34,10 +34,11 @@ class Method:
 
 _PERTURBING = ("queries", "noise", "epsilon", "objective")
 _AVERAGING = ("zo_optimizer", "zo_window")
+_SCALING = ("zo_scaling", "zo_scaled", "zo_scaling_interval")
 
 METHODS: dict[str, Method] = {
     "mebp": Method("runtime.methods.mebp", ("objective",), epochs=3, learning_rate=2e-4),
-    "mezo": Method("runtime.methods.zeroth.mezo", (*_PERTURBING, *_AVERAGING)),
+    "mezo": Method("runtime.methods.zeroth.mezo", (*_PERTURBING, *_AVERAGING, *_SCALING)),
     "fzoo": Method(
         "runtime.methods.zeroth.fzoo",
         _PERTURBING,

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from runtime.config.base import Check, Config, Group, choice, option, up_to
 from runtime.config.methods import METHODS, OBJECTIVES
 
+SCALINGS, SCALED = ("parameter-norm", "gradient-norm"), ("variance", "expectation")
 _SEVERAL = {name: method.queries for name, method in METHODS.items() if method.queries > 1}
 _IMPROVED = "; ".join(f"{name}, {entry.improves}" for name, entry in OBJECTIVES.items())
 MOST_QUERIES = 4096  # of a step
 MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
 MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo
+MOST_INTERVAL = 1 << 30  # steps between two measurements of layers' scales
 USUAL_SMOOTHING = 1e-6  # of hizoo's curvature; the authors' value for LoRA
 
 
@@ -52,6 +54,29 @@ class ZerothOrderOptions(Config):
         up_to(MOST_WINDOW),
         Group.ZEROTH_ORDER,
     )
+    zo_scaling: str | None = choice(
+        None,
+        "with mezo: divide each layer's directions by a number of its own, the norm of its trained "
+        "values, or of its gradient as forward passes estimate it; both are far from 1, so "
+        "--learning-rate does not carry over",
+        *SCALINGS,
+        group=Group.ZEROTH_ORDER,
+    )
+    zo_scaled: str | None = choice(
+        None,
+        "with --zo-scaling: multiply the update by the same numbers, which changes the estimate's "
+        "variance only (the default), or do not, which changes its expectation, so that layers "
+        "learn at different rates",
+        *SCALED,
+        group=Group.ZEROTH_ORDER,
+    )
+    zo_scaling_interval: int | None = option(
+        None,
+        "with --zo-scaling: steps after which the norms are measured again (default: they are "
+        "those of the first step)",
+        up_to(MOST_INTERVAL),
+        Group.ZEROTH_ORDER,
+    )
     seed_pool: int | None = option(
         None,
         f"with kzoo: how many directions there are in all (default: {USUAL_POOL})",
@@ -74,6 +99,14 @@ class ZerothOrderOptions(Config):
         problems = []
         if self.zo_window is not None and not averages:
             problems.append("zo_window needs zo_optimizer momentum or adam: sgd averages nothing")
+        if self.zo_scaling is not None and averages:
+            problems.append(f"zo_scaling is for zo_optimizer sgd, not for {self.zo_optimizer}")
+        if self.zo_scaling is None:
+            problems += [
+                f"{name} needs zo_scaling {' or '.join(SCALINGS)}: nothing is scaled"
+                for name in ("zo_scaled", "zo_scaling_interval")
+                if getattr(self, name) is not None
+            ]
         return problems
 
     @property

@@ -27,6 +27,7 @@ from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Averages, Descent, Sgd, Update
 from runtime.methods.zeroth.estimator import Estimator
 from runtime.methods.zeroth.hizoo import HessianDescent
+from runtime.methods.zeroth.layer_scales import ScaledDescent
 from runtime.methods.zeroth.log_header import Header
 from runtime.methods.zeroth.zo_act import Coefficients
 
@@ -45,7 +46,7 @@ class Owner(Protocol):
         """
 
 
-DESCENTS: tuple[type[Descent], ...] = (Averages, HessianDescent)
+DESCENTS: tuple[type[Descent], ...] = (Averages, HessianDescent, ScaledDescent)
 ESTIMATORS: tuple[type[Estimator], ...] = (Coefficients,)
 OWNERS: tuple[type[Owner], ...] = (*DESCENTS, *ESTIMATORS, Noise, FullWeights)
 T = TypeVar("T", bound=type[Owner])

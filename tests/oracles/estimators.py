@@ -7,11 +7,13 @@ so the methods in `runtime.methods` can be compared with these bit for bit.
 
 from __future__ import annotations
 
+import math
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from oracles.whole_model import plain_loss
 from runtime.engine.model import Model
@@ -171,6 +173,71 @@ class MonolithicHiZOO(Monolithic):
             update = gradient + theta * self.weight_decay
             self.adapters.tensors[name] = theta - update * rate
         mx.eval(self.adapters.tensors, self.S)
+
+
+class MonolithicScaled(Monolithic):
+    """MeZO's Definitions 6 and 7 with two directions a step, and d of the first step, or of more.
+
+    d is the block vector of the layers' parameter norms, or of Proposition 1's gradient norms.
+    """
+
+    n, of_gradient, unbiased, interval = 2, False, True, 0
+
+    def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
+        super().__init__(adapters, seed, epsilon, weight_decay)
+        self.d: dict[str, float] = {}
+        self.since = 0
+
+    def layers(self, model: Model) -> list[list[str]]:
+        """The tensors of each layer."""
+        starts = [f"{block.name}." for block in model.blocks[1:-1]]
+        found = [[name for name in self.adapters.tensors if name.startswith(s)] for s in starts]
+        return [names for names in found if names]
+
+    def norm(self, model: Model, rows: Sequence[Sample], number: int, layer: int) -> float:
+        theta, names = self.adapters.tensors, self.layers(model)[layer]
+        if not self.of_gradient:
+            squares = [np.square(np.array(theta[name], np.float64)).sum() for name in names]
+            return math.sqrt(sum(map(float, squares)))
+        losses = []
+        for by in (self.epsilon, -self.epsilon):
+            z = {name: super(MonolithicScaled, self).direction(number, self.n + layer, name)
+                 for name in names}  # fmt: skip
+            tensors = {**theta, **{name: theta[name] + z[name] * by for name in names}}
+            moved = Adapters(self.adapters.manifest, tensors)
+            losses.append(plain_loss(model, moved, rows))
+        return abs((losses[0] - losses[1]) / (2 * self.epsilon))
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        return super().direction(number, query, name) / self.d[name]
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        if not self.d or (self.interval and number - self.since >= self.interval):
+            self.since = number
+            for layer, names in enumerate(self.layers(model)):
+                norm = self.norm(model, rows, number, layer)
+                self.d |= dict.fromkeys(names, norm)
+        g = [self.projected(model, rows, number, query) for query in range(self.n)]
+        for name, theta in self.adapters.tensors.items():
+            update = theta * self.weight_decay
+            for query in range(self.n):
+                z = super().direction(number, query, name)
+                dz = z * self.d[name] if self.unbiased else z
+                update = update + dz * (g[query] / self.n)
+            self.adapters.tensors[name] = theta - update * rate
+        mx.eval(self.adapters.tensors)
+
+
+class MonolithicParameterNorm(MonolithicScaled):
+    """Definition 6 with parameter norms, measured again every two steps."""
+
+    interval = 2
+
+
+class MonolithicGradientNorm(MonolithicScaled):
+    """Definition 7 with gradient norms: the normalized gradient."""
+
+    of_gradient, unbiased = True, False
 
 
 class MonolithicZOAct(Monolithic):

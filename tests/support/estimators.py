@@ -33,6 +33,14 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
     "zo-act": {"queries": 2},
     "momentum": {**AVERAGED, "zo_optimizer": "momentum"},
     "adam": {**AVERAGED, "zo_optimizer": "adam"},
+    "parameter-norm": {
+        **{"method": "mezo", "queries": 2},
+        **{"zo_scaling": "parameter-norm", "zo_scaling_interval": 2},
+    },
+    "gradient-norm": {
+        **{"method": "mezo", "queries": 2},
+        **{"zo_scaling": "gradient-norm", "zo_scaled": "expectation"},
+    },
 }
 
 

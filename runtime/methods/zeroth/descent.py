@@ -21,15 +21,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
+from runtime.arrays.stored import Block
 from runtime.bundle.manifest import Manifest
 from runtime.config.zeroth_order import MOST_WINDOW
 from runtime.methods.noise import Noise
+from runtime.methods.zeroth.estimator import Losses
 
 BETA1, BETA2, ZETA = 0.9, 0.999, 1e-8
 
@@ -56,10 +58,12 @@ class Update:
         extras = [list(self.extras)] if self.extras else []
         return [self.rate, list(self.gradients), *extras]
 
-    def apply(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
-        """Tensors after the update, evaluated."""
+    def apply(
+        self, noise: Noise, tensors: Tensors, scales: Mapping[str, float] | None = None
+    ) -> dict[str, mx.array]:
+        """Tensors after the update, evaluated; `scales` multiply the z of each."""
         totals = self._added(
-            noise, {name: value * self.weight_decay for name, value in tensors.items()}
+            noise, {name: value * self.weight_decay for name, value in tensors.items()}, scales
         )
         moved = {name: value - totals.pop(name) * self.rate for name, value in tensors.items()}
         mx.eval(moved)
@@ -78,17 +82,57 @@ class Update:
         mx.eval(moved)
         return moved
 
-    def _added(self, noise: Noise, totals: dict[str, mx.array]) -> dict[str, mx.array]:
+    def _added(
+        self,
+        noise: Noise,
+        totals: dict[str, mx.array],
+        scales: Mapping[str, float] | None = None,
+    ) -> dict[str, mx.array]:
         """The totals and the estimates; the last query is left to evaluate."""
+
+        def z(query: int, name: str, shape: tuple[int, ...]) -> mx.array:
+            drawn = noise.draw(self.step, query, name, shape)
+            return drawn if scales is None else drawn * scales[name]
+
         for query, gradient in enumerate(self.gradients):
             if query:
                 mx.eval(totals)  # so that no more than one direction is in memory
             totals = {
-                name: total
-                + noise.draw(self.step, query, name, total.shape) * (gradient / len(self.gradients))
+                name: total + z(query, name, total.shape) * (gradient / len(self.gradients))
                 for name, total in totals.items()
             }
         return totals
+
+
+class Seen(NamedTuple):
+    """The objective at some points, and the forward passes that it took."""
+
+    means: Losses
+    forward_passes: int
+    finite: bool  # whether all losses were
+
+
+class Measured(NamedTuple):
+    """Numbers that a descent has measured before a step; the step's update holds them as extras."""
+
+    extras: Sequence[float] = ()
+    forward_passes: int = 0
+    finite: bool = True  # whether all losses were
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The means by which a descent can measure before a step, on the step's own batch.
+
+    `alone` evaluates the two points of each of some queries, each of which moves one block only.
+    Such queries count from `first`, behind the step's own; `together` fit into one call.
+    """
+
+    theta: Mapping[str, mx.array]
+    epsilon: float
+    first: int
+    together: int
+    alone: Callable[[Mapping[int, Block]], Seen]
 
 
 class Descent(ABC):
@@ -123,6 +167,14 @@ class Descent(ABC):
     def header(self) -> dict[str, Any]:
         """Its `log_fields`, as a log's header holds them."""
         return {}
+
+    def due(self, step: int) -> bool:
+        """Whether it must `measure` before a step."""
+        return False
+
+    def measure(self, probe: Probe) -> Measured:
+        """Measure the numbers on which the next directions depend; all updates are applied."""
+        return Measured()
 
     def direction(self, tensor: str, z: mx.array) -> mx.array:
         """The direction along which a tensor is perturbed where its noise is z."""

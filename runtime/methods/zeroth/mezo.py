@@ -5,7 +5,8 @@ MeZO's Algorithms 1 and 2 (arXiv 2305.17333) are SPSA along noise z, over n dire
     g_i = (loss(theta + eps z_i) - loss(theta - eps z_i)) / (2 eps)
     theta <- theta - rate (1/n) sum_i g_i z_i
 
-Its other descents are those of `runtime.methods.zeroth.descent`.
+Its other descents are those of `runtime.methods.zeroth.descent` and
+`runtime.methods.zeroth.layer_scales`.
 
 The reference on the whole model is `tests.oracles.whole_model.MonolithicMeZO`.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 from runtime.config.shared import StepConfig
 from runtime.config.train import TrainConfig
+from runtime.config.zeroth_order import SCALED
 from runtime.core.errors import UsageError
 from runtime.methods.protocol import Start
 from runtime.methods.zeroth.descent import BY_NAME, Sgd, descent_of
@@ -29,6 +31,7 @@ from runtime.methods.zeroth.estimator import (
     projected_gradient,
 )
 from runtime.methods.zeroth.forward_only import demand_of, start_with
+from runtime.methods.zeroth.layer_scales import ScaledDescent
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.plan.demand import Demand
 
@@ -58,7 +61,7 @@ def demand(config: StepConfig) -> Demand:
     """See `demand_of`: two hidden states for each row and direction.
 
     Raises:
-        UsageError: all parameters are to be trained, along averages.
+        UsageError: all parameters are to be trained, along averages or scaled directions.
     """
     descent = BY_NAME[config.zo_optimizer_name]
     if config.trains_all and descent is not Sgd:
@@ -66,10 +69,20 @@ def demand(config: StepConfig) -> Demand:
             f"--zo-optimizer {config.zo_optimizer} is not for --trainable full: every step would "
             "draw the noise of all parameters again for each estimate in its window; leave it out"
         )
+    if config.trains_all and config.zo_scaling is not None:
+        raise UsageError(
+            f"--zo-scaling {config.zo_scaling} is not for --trainable full: its scales are those "
+            "of layers' adapters; leave it out, or give --trainable lora"
+        )
+    if config.zo_scaling is not None:
+        descent = ScaledDescent
     return demand_of(config, TwoPoint(config.directions), descent)
 
 
 def start(config: TrainConfig, begin: Start) -> ZerothOrder:
     """The method at its beginning."""
     descent = descent_of(config.zo_optimizer_name, config.zo_window_size)
+    if config.zo_scaling is not None:
+        scaled, interval = config.zo_scaled or SCALED[0], config.zo_scaling_interval or 0
+        descent = ScaledDescent(config.zo_scaling, scaled, interval, begin.adapters.manifest)
     return start_with(config, begin, TwoPoint(config.directions), descent=descent)

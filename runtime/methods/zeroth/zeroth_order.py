@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -40,8 +40,8 @@ from runtime.engine.visits import visit, visits
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Models, StepLoss, StepResult
-from runtime.methods.zeroth.descent import Descent, Sgd, Update
-from runtime.methods.zeroth.estimator import Estimator, Lane, Losses, Point
+from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen, Sgd, Update
+from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losses, Point, by_query
 from runtime.methods.zeroth.log_header import Header
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.objective import Loss, Objective, chunks, grouped, score
@@ -86,18 +86,20 @@ class ZerothOrder:
     workers: Workers = field(default_factory=Workers)
     skipped: int = 0  # losses in a row that were not finite
     unmoved: int = 0  # steps in a row in which no perturbation changed a loss
+    whole: bool = True  # until the descent measures something in the step
     _pending: bool = field(default=False, repr=False)  # the latest update, in some blocks
     _caught_up: set[str] = field(default_factory=set, repr=False)  # tensors that have it already
+    _only: Mapping[int, Block] = field(default_factory=dict, repr=False)  # moved by these queries
     keeps_log: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """See `Method.step`; all parts run together, at the bucket of their longest row."""
         rows = [row for part in parts for row in part]
         model = self.models(max(len(row.inputs) for row in rows))
+        measured = self._measured(model, number, rows)
         lanes = self.estimator.lanes(len(rows))
         losses, means = self._forward(model, number, rows, lanes)
-        return self._learn(number, rate, rows, lanes, losses, means)
+        return self._learn(number, rate, rows, lanes, losses, means, measured)
 
     def _forward(
         self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
@@ -110,7 +112,7 @@ class ZerothOrder:
         def compute(places: Sequence[Place]) -> Numbers:
             return self._computed(model, number, rows, lanes, places)
 
-        if self.workers.fleet is None:
+        if self.workers.fleet is None or self._only:
             of_workers = [
                 [Place(points[at], group) for at in portion.points for group in portion.groups]
                 for portion in self.workers.portions(len(groups), len(points))
@@ -171,6 +173,7 @@ class ZerothOrder:
         """
         rows = [row for part in parts for row in part]
         model = self.models(max(len(row.inputs) for row in rows))
+        self._measured(model, number, rows)
         lanes = self.estimator.lanes(len(rows))
         places = [*self._groups(lanes)][items.start : items.stop]
         numbers = self._computed(model, number, rows, lanes, places)
@@ -210,6 +213,32 @@ class ZerothOrder:
         self._pending = False
         self._caught_up.clear()
         return numbers
+
+    def _measured(self, model: Model, number: int, rows: Sequence[Sample]) -> Measured:
+        """The descent's measurements on this step's batch, before its directions are drawn."""
+        self.whole = not self.descent.due(number)
+        if self.whole:
+            return Measured()
+        self.settle()
+
+        def alone(moved: Mapping[int, Block]) -> Seen:
+            lanes = [
+                Lane(Point(query, sign), row)
+                for query in moved
+                for row in range(len(rows))
+                for sign in (PLUS, MINUS)
+            ]
+            self._only = moved
+            losses, means = self._forward(model, number, rows, lanes)
+            self._only = {}
+            finite = all(map(math.isfinite, losses))
+            return Seen(means, len(lanes), finite)
+
+        together = max(1, len(self.estimator.points) // 2)
+        queries = len(by_query(self.estimator.points))
+        return self.descent.measure(
+            Probe(self.adapters.tensors, self.epsilon, queries, together, alone)
+        )
 
     def _embed(
         self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
@@ -285,7 +314,9 @@ class ZerothOrder:
         """The block's adapters at all points of one query."""
         theta = self.adapters.tensors
         names = self._names(block)
-        z = {name: self._direction(number, points[0].query, name) for name in self._trained(names)}
+        query, owner = points[0].query, self.adapters.manifest.owner(block)
+        moves = self._only.get(query, owner) == owner
+        z = {name: self._direction(number, query, name) for name in self._trained(names) if moves}
         for point in points:
             step = point.sign * self.epsilon
             tensors = {
@@ -298,7 +329,7 @@ class ZerothOrder:
 
     def _direction(self, number: int, query: int, name: str) -> mx.array:
         z = self.noise.draw(number, query, name, self.adapters.tensors[name].shape)
-        return self.descent.direction(name, z)
+        return z if query in self._only else self.descent.direction(name, z)
 
     def _names(self, block: Block) -> list[str]:
         """The tensors with which a block runs, some of which another one may own."""
@@ -349,11 +380,12 @@ class ZerothOrder:
         lanes: Sequence[Lane],
         losses: Sequence[float],
         means: Losses,
+        measured: Measured,
     ) -> StepResult:
         tokens = sum(len(row.targets) for row in rows)
         mean = StepLoss(sum(losses) / (len(lanes) // len(rows)), 0, tokens)
-        passes = len(lanes)
-        if not all(map(math.isfinite, losses)):
+        passes = len(lanes) + measured.forward_passes
+        if not (measured.finite and all(map(math.isfinite, losses))):
             self.skipped += 1
             return StepResult(mean, passes, self.skipped, [rate, None])
         self.skipped = 0
@@ -364,7 +396,7 @@ class ZerothOrder:
         gradients = self.estimator.gradients(means, self.epsilon)
         if is_share:
             shown["learned"] = any(gradients)
-        extras = self.estimator.extras(means, self.epsilon)
+        extras = (*measured.extras, *self.estimator.extras(means, self.epsilon))
         update = Update(number, rate, gradients, self.weight_decay, extras)
         self._pending = True
         self.descent.remember(update)

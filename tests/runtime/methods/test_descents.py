@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Descent, Update, descent_of
 from runtime.methods.zeroth.hizoo import HessianDescent
+from runtime.methods.zeroth.layer_scales import ScaledDescent
 from runtime.plan.plan import Planner, Request
 
 
@@ -45,7 +47,7 @@ def test_a_window_of_all_estimates_is_the_optimizer(rng: Rng, seed: int, optimiz
     assert not np.allclose(theta, np.array(start), atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "hizoo"])
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "scaled", "hizoo"])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_tensors_are_updated_together_to_the_bits_of_each_alone(
     tiny: Tiny, rng: Rng, seed: int, monkeypatch: pytest.MonkeyPatch, name: str, queries: int
@@ -59,11 +61,13 @@ def test_tensors_are_updated_together_to_the_bits_of_each_alone(
     }
     mx.eval(start)
     numbers = tuple(map(float, rng.standard_normal(queries)))
-    extras = numbers if name == "hizoo" else ()
+    extras = {"scaled": (0.5,) * len(manifest.layers), "hizoo": numbers}.get(name, ())
 
     def descent() -> Descent:
         if name == "hizoo":
             return HessianDescent(0.1, shapes, {})
+        if name == "scaled":
+            return ScaledDescent("parameter-norm", "variance", 0, manifest)
         return descent_of(name, 2)
 
     together, alone = descent(), descent()
@@ -89,7 +93,7 @@ def test_tensors_are_updated_together_to_the_bits_of_each_alone(
             assert bytes(value) == bytes(expected[full])
     block_bytes = sum(value.nbytes for value in values.values())
     assert peak <= together.scratch_copies * block_bytes
-    assert evaluations <= 2 * queries or name != "sgd"
+    assert evaluations <= 2 * queries or name not in ("sgd", "scaled")
 
 
 def test_averages_keep_nothing_but_the_windows_numbers(seed: int) -> None:
@@ -112,6 +116,15 @@ def test_a_plan_counts_the_hessian_on_the_disk(tiny: Tiny) -> None:
         for method in ("mezo", "hizoo")
     )
     assert hizoo.scratch_disk_bytes - mezo.scratch_disk_bytes == adapters + 2 * state
+
+
+def test_a_layer_without_a_gradient_has_the_scale_1(tiny: Tiny) -> None:
+    descent = ScaledDescent("gradient-norm", "variance", 0, tiny("qwen2").manifest)
+    norms = [0.0] + [2.0] * (len(descent.layers) - 1)
+    assert descent.scale(norms)[:2] == (1.0, 2.0)
+    for wrong in ([0.0] * len(norms), norms, [math.inf] * len(norms), [1.0]):
+        with pytest.raises(ValueError, match="scale"):
+            descent.restore({"scales": wrong, "measured": 0})
 
 
 def test_a_save_without_a_hessian_is_refused(

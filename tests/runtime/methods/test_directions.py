@@ -85,6 +85,13 @@ def test_fzoo_needs_two_directions(seed: int) -> None:
         ({"method": "mebp", "max_grad_norm": -1.0}, "max_grad_norm is -1"),
         ({"method": "mezo", "zo_window": 3}, "zo_window needs zo_optimizer momentum or adam"),
         ({"method": "mezo", "zo_optimizer": "adam", "zo_window": 0}, "from 1 to 1000"),
+        ({"method": "fzoo", "zo_scaling": "parameter-norm"}, "zo_scaling is an option of mezo"),
+        ({"method": "mezo", "zo_scaled": "expectation"}, "zo_scaled needs zo_scaling"),
+        ({"method": "mezo", "zo_scaling_interval": 3}, "zo_scaling_interval needs zo_scaling"),
+        (
+            {"method": "mezo", "zo_scaling": "gradient-norm", "zo_optimizer": "momentum"},
+            "zo_scaling is for zo_optimizer sgd, not for momentum",
+        ),
     ],
 )
 def test_options_without_effect_are_refused(options: dict[str, Any], said: str) -> None:

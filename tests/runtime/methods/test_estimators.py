@@ -28,6 +28,8 @@ ORACLES: dict[str, type[Monolithic]] = {
     "kzoo": estimators.MonolithicKZOO,
     "hizoo": estimators.MonolithicHiZOO,
     "zo-act": estimators.MonolithicZOAct,
+    "parameter-norm": estimators.MonolithicParameterNorm,
+    "gradient-norm": estimators.MonolithicGradientNorm,
 }
 
 RATES = {"fzoo": 1e-6, "adam": 1e-3}  # where 1e-2 is far too large
@@ -39,6 +41,8 @@ LEARNING = {  # rate and steps in which the loss of a row must fall
     "kzoo": (1e-3, 20),
     "hizoo": (1e-3, 20),
     "zo-act": (1e-3, 20),
+    "parameter-norm": (1e-3, 20),
+    "gradient-norm": (1e-3, 20),
 }
 NEW_ADAPTERS = {"zo-act"}  # with which it begins
 TILES = {"tile_values": 20_000, "chunk_rows": 200}  # larger: both sides have the same
@@ -72,7 +76,8 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
         else:
             oracle.step(model, rows, step, rate)
             result = method.step(step, rate, [rows[:1], rows[1:]])
-            assert result.forward_passes == len(method.estimator.lanes(2))
+            layers = len(bundle.manifest.layers) if case == "gradient-norm" and step == 0 else 0
+            assert result.forward_passes == len(method.estimator.lanes(2)) + 4 * layers
         lines.append(f"{result.record}\n".replace("None", "null"))
         if step == 3:  # a save, and another process
             method.settle()
@@ -121,6 +126,7 @@ def test_it_learns_a_row(tiny: Tiny, case: str, tmp_path: Path) -> None:
         ({"method": "mezo", "queries": 2}, 4, 4, 3),
         ({"method": "mezo", "queries": 99}, 198, 20, 3),
         ({"method": "mezo", "zo_optimizer": "adam"}, 2, 2, 6),
+        ({"method": "mezo", "zo_scaling": "gradient-norm"}, 2, 2, 4),
         ({"method": "fzoo"}, 9, 9, 3),
         ({"method": "fzoo", "queries": 64}, 65, 20, 3),
         ({"method": "kzoo"}, 8, 8, 3),

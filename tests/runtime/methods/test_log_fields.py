@@ -20,6 +20,7 @@ from runtime.methods.log import OWNERS, Owner, check_fields, read_log, rebuild
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Averages, Update
 from runtime.methods.zeroth.hizoo import HessianDescent
+from runtime.methods.zeroth.layer_scales import ScaledDescent
 from runtime.methods.zeroth.log_header import REQUIRED, Header
 from runtime.methods.zeroth.zo_act import Coefficients
 
@@ -29,6 +30,8 @@ VALID: list[tuple[type[Owner], dict[str, Any]]] = [
     (Averages, {"optimizer": "adam", "window": 2}),
     (Averages, {"optimizer": "momentum", "window": 1000}),
     (HessianDescent, {"hessian_smoothing": 1e-6}),
+    (ScaledDescent, {"scaling": "parameter-norm", "scaled": "variance"}),
+    (ScaledDescent, {"scaling": "gradient-norm", "scaled": "expectation"}),
     (Noise, {"pool": 16}),
     (Coefficients, {"frozen": "lora_a"}),
     (FullWeights, {"trained": "full"}),
@@ -44,6 +47,9 @@ INVALID: list[tuple[type[Owner], dict[str, Any], str]] = [
     (HessianDescent, {"hessian_smoothing": 1.0}, "its smoothing of the Hessian is 1.0"),
     (HessianDescent, {"hessian_smoothing": -1e-6}, "its smoothing"),
     (HessianDescent, {"hessian_smoothing": "1e-6"}, "its smoothing"),
+    (ScaledDescent, {"scaling": "norm", "scaled": "variance"}, "scales of 'norm'"),
+    (ScaledDescent, {"scaling": "gradient-norm"}, "for None"),
+    (ScaledDescent, {"scaled": "variance"}, "scales of None"),
     (Noise, {"pool": -1}, "its pool of directions is -1"),
     (Noise, {"pool": "16"}, "its pool"),
     (Noise, {"pool": 1 << 40}, "its pool"),
@@ -104,6 +110,10 @@ def log_of(path: Path, fields: dict[str, Any], *lines: str) -> Path:
             {"optimizer": "adam", "window": 2, "hessian_smoothing": 0.1},
             "several descents: optimizer, window, hessian_smoothing",
         ),
+        (
+            {"scaling": "gradient-norm", "scaled": "variance", "hessian_smoothing": 0.1},
+            "several descents: hessian_smoothing, scaling, scaled",
+        ),
     ],
 )
 def test_a_log_with_another_header_is_refused(
@@ -123,6 +133,7 @@ def test_a_log_without_a_common_field_is_refused(tmp_path: Path, name: str) -> N
 
 
 CURVED = {"hessian_smoothing": 0.1}
+SCALED = {"scaling": "parameter-norm", "scaled": "variance"}
 
 
 def test_a_descent_says_what_follows_the_gradients(tmp_path: Path) -> None:
@@ -130,6 +141,9 @@ def test_a_descent_says_what_follows_the_gradients(tmp_path: Path) -> None:
     assert read_log(log_of(log, {}, "[0.1, [1.0, 2.0]]"))[1] == [Update(0, 0.1, (1.0, 2.0), 0.1)]
     _, updates = read_log(log_of(log, CURVED, "[0.1, [1.0, 2.0], [3.0, -4.0]]", "[0.1, null]"))
     assert updates == [Update(0, 0.1, (1.0, 2.0), 0.1, (3.0, -4.0)), None]
+    lines = ("[0.1, null]", "[0.1, [1.0], [3.0]]", "[0.1, [1.0]]")
+    _, updates = read_log(log_of(log, SCALED, *lines))
+    assert [update and update.extras for update in updates] == [None, (3.0,), ()]
 
 
 @pytest.mark.parametrize(
@@ -147,9 +161,10 @@ def test_a_descent_says_what_follows_the_gradients(tmp_path: Path) -> None:
         (CURVED, "[0.1, [1.0], [1e999]]", "no finite number"),
         (CURVED, "[0.1, [1.0], null]", ""),
         (CURVED, "[0.1, null, null]", ""),
-        (CURVED, "[0.1, [1.0], []]", "an empty list"),
-        (CURVED, '[0.1, [1.0], ["a"]]', "no finite number"),
-        (CURVED, "[0.1, [1.0], [2.0], [2.0]]", "too many"),
+        (SCALED, "[0.1, [1.0], []]", "an empty list"),
+        (SCALED, "[0.1, [1.0], [0.0]]", "a scale that is no number above 0"),
+        (SCALED, '[0.1, [1.0], ["a"]]', "no finite number"),
+        (SCALED, "[0.1, [1.0], [2.0], [2.0]]", "too many"),
     ],
 )
 def test_a_step_with_other_numbers_is_refused(
@@ -157,6 +172,19 @@ def test_a_step_with_other_numbers_is_refused(
 ) -> None:
     with pytest.raises(BundleError, match=f"not a trajectory that can be replayed: .*{said}"):
         read_log(log_of(tmp_path / "log", fields, line))
+
+
+def test_scales_are_those_of_the_bundles_layers(tiny: Tiny, tmp_path: Path) -> None:
+    manifest = tiny("qwen2").manifest
+    initial = Adapters.initial(manifest, 3)
+    lines = {"[0.1, [1.0], [3.0]]": "1 scales for", "[0.1, [1.0]]": "before any scales"}
+    for line, said in lines.items():
+        header, updates = read_log(log_of(tmp_path / "log", SCALED, line))
+        belongs = replace(
+            header, weights_sha256=manifest.weights_sha256, initial_sha256=initial.digest()
+        )
+        with pytest.raises(BundleError, match=f"step 0 of the trajectory: .*{said}"):
+            rebuild(belongs, updates, initial)
 
 
 # Logs as version 1 of the format has had them from the beginning: what follows the common fields,
@@ -192,6 +220,18 @@ LOGS: dict[str, tuple[dict[str, Any], str, list[str], list[float], float]] = {
         ],
         [-0.08145354688167572, -0.006917310878634453, 0.01764848083257675, 0.03473495692014694],
         1017.8209323427145,
+    ),
+    "gradient-norm": (
+        {},
+        ', "scaling": "gradient-norm", "scaled": "expectation"}',
+        [
+            "[0.01, [1.3096332550048828, 0.029802322387695312], "
+            "[4.128456115722656, 0.7824897766113281]]",
+            "[0.01, [2.898534138997544, -4.047075907389175]]",
+            "[0.01, [-0.030279159545898438, 0.0972747802734375]]",
+        ],
+        [-0.012927427887916565, -0.0367470420897007, 0.00504051661118865, -0.01169716939330101],
+        1005.0399814324373,
     ),
     "zo-act": (
         {},

@@ -76,7 +76,7 @@ CASES = {
     "pairs": Case({"method": "mezo"}, PairLoss(), rows=4),
     "full": Case({}),
 }
-SIBLINGS = ("kzoo", "momentum")  # which no other code shares out
+SIBLINGS = ("kzoo", "momentum", "parameter-norm", "gradient-norm")  # which no other code shares out
 GRIDS: list[dict[str, Any]] = [
     {"data": 2, "perturb": 2},
     {"data": 2, "speeds": (1.0, 2.0)},

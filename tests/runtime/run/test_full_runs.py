@@ -149,6 +149,7 @@ def test_other_estimators_resume_and_replay(model: Path, tmp_path: Path, method:
         ({"method": "mebp"}, "--trainable full: mebp trains adapters only"),
         ({"method": "zo-act"}, "--trainable full: zo-act trains adapters only"),
         ({"method": "hizoo"}, "--trainable full is not for hizoo"),
+        ({"zo-scaling": "parameter-norm"}, "--zo-scaling parameter-norm is not for --trainable"),
         ({"plan": "paper"}, "plan has no effect with trainable full"),
         ({"lora-rank": 4}, "--lora-rank: with --trainable full there are no adapters"),
         ({"adapter": "somewhere"}, "--adapter: with --trainable full there are no adapters"),

@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kzoo": {"method": "kzoo"},
     "hizoo": {"method": "hizoo", "hessian_smoothing": 1e-3},
     "adam": {"method": "mezo", "zo_optimizer": "adam", "zo_window": 3},
+    "scaled": {"method": "mezo", "zo_scaling": "parameter-norm"},
 }
 QUICK = ("mebp", "mezo")
 MARKED = [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in CASES]

@@ -101,10 +101,11 @@ CASES: dict[str, dict[str, Any]] = {
     "adam": {"zo_optimizer": "adam", "learning_rate": 1e-3},
     "zo-act": {"method": "zo-act", "learning_rate": 1e-3},
     "zo-act-adam": {"method": "zo-act", "zo_optimizer": "adam", "zo_window": 3},
+    "scaled": {"zo_scaling": "gradient-norm", "zo_scaling_interval": 2},
 }
 
 
-SLOW = {"zo-act-adam", "momentum"}  # longer forms of what the others cover
+SLOW = {"scaled", "zo-act-adam", "momentum"}  # longer forms of what the others cover
 SLOW |= {"hizoo"}  # whose state is saved as Adam's is
 SLOW |= {"fzoo", "kzoo"}  # which keep nothing from step to step
 MARKED = [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in CASES]
