@@ -65,6 +65,7 @@ _SEARCHES = {
     "mezo": _perturbing(1e-5, 3e-5, 1e-4),
     "fzoo": _perturbing(3e-6, 1e-5, 3e-5),
     "kzoo": _perturbing(1e-5, 3e-5, 1e-4),
+    "one-point": _perturbing(1e-7, 1e-6, 1e-5),
     "hizoo": _perturbing(1e-5, 3e-5, 1e-4),
     "zo-act": _perturbing(3e-7, 1e-6, 3e-6),
 }

@@ -47,6 +47,7 @@ METHODS: dict[str, Method] = {
         learning_rate=1e-5,
     ),
     "kzoo": Method("runtime.methods.zeroth.kzoo", (*_PERTURBING, "seed_pool"), queries=4),
+    "one-point": Method("runtime.methods.zeroth.one_point", _PERTURBING, learning_rate=1e-6),
     "hizoo": Method("runtime.methods.zeroth.hizoo", (*_PERTURBING, "hessian_smoothing")),
     "zo-act": Method(
         "runtime.methods.zeroth.zo_act", (*_PERTURBING, *_AVERAGING), learning_rate=1e-6

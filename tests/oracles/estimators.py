@@ -145,6 +145,20 @@ class MonolithicKZOO(Monolithic):
         self.descend(number, rate, [one / self.queries for one in g])
 
 
+class MonolithicResidual(Monolithic):
+    """The one-point estimate with residual feedback (MeZO's Definition 8), 2 directions a step."""
+
+    queries = 2
+    before: list[float] | None = None
+
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+        now = [self.loss(model, rows, number, i, self.epsilon) for i in range(self.queries)]
+        before = now if self.before is None else self.before
+        g = [(now[i] - before[i]) / self.epsilon for i in range(self.queries)]
+        self.descend(number, rate, [one / self.queries for one in g])
+        self.before = now
+
+
 class MonolithicHiZOO(Monolithic):
     """HiZOO (arXiv 2402.15173) with the mean over 2 directions a step; S is 1 / Sigma."""
 

@@ -29,6 +29,7 @@ AVERAGED = {"method": "mezo", "queries": 2, "zo_window": 4}
 OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
     "fzoo": {"queries": 4},
     "kzoo": {"seed_pool": 16},
+    "one-point": {"queries": 2},
     "hizoo": {"queries": 2, "hessian_smoothing": 1e-3},
     "zo-act": {"queries": 2},
     "momentum": {**AVERAGED, "zo_optimizer": "momentum"},

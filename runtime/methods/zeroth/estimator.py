@@ -44,7 +44,7 @@ def projected_gradient(plus: float, minus: float, epsilon: float) -> float:
 
 
 class Estimator(ABC):
-    """How a step's losses become one number per direction."""
+    """How a step's losses become one number per direction; all state is a few scalars."""
 
     log_fields: ClassVar[tuple[str, ...]] = ()  # of a log's header that only it writes
 
@@ -88,3 +88,14 @@ class Estimator(ABC):
     def check_fields(cls, fields: Mapping[str, Any]) -> None:
         """See `runtime.methods.log`; only one that has fields is asked."""
         raise NotImplementedError(cls.__name__)
+
+    def state(self) -> dict[str, Any]:
+        """The state that the next step needs, for a save, as JSON."""
+        return {}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most keep no state
+        """Take the facts of an earlier `state`.
+
+        Raises:
+            ValueError, KeyError, TypeError: `facts` hold something else.
+        """

@@ -191,7 +191,7 @@ def test_every_method_gets_the_same_forward_passes(tmp_path: Path) -> None:
         equal="forward-passes", max_forward_passes=7200,
     )  # fmt: skip
     assert {method: passes_of_step(given, method) for method in METHODS} == {
-        "mebp": 6, "mezo": 4, "fzoo": 18, "kzoo": 16, "hizoo": 6,
+        "mebp": 6, "mezo": 4, "fzoo": 18, "kzoo": 16, "one-point": 2, "hizoo": 6,
         "zo-act": 4,
     }  # fmt: skip
     for method in METHODS:

@@ -72,6 +72,7 @@ CASES = {
     "mezo": Case({}),
     **{case: Case({**options, "queries": 1}) for case, options in OPTIONS.items()},
     "fzoo": Case({"queries": 2}),
+    "one-point": Case({"queries": 2}),
     "share": Case({"method": "mezo", "epsilon": 0.5}, Even()),
     "pairs": Case({"method": "mezo"}, PairLoss(), rows=4),
     "full": Case({}),

@@ -210,6 +210,7 @@ def test_a_worker_leaves_for_20_steps_and_returns(stage: Stage, alone: Path) -> 
     [
         {"method": "hizoo"},
         {"zo_scaling": "gradient-norm", "zo_scaling_interval": 2},
+        pytest.param({"method": "one-point", "queries": 2}, marks=pytest.mark.slow),
         pytest.param(
             {"zo_optimizer": "adam", "zo_window": 3, "grad_accumulation": 2}, marks=pytest.mark.slow
         ),

@@ -129,10 +129,10 @@ def test_the_best_step_is_what_replay_writes(model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "method",
-    ["fzoo", pytest.param("kzoo", marks=pytest.mark.slow)],
+    ["one-point", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fzoo", "kzoo"))],
 )
 def test_other_estimators_resume_and_replay(model: Path, tmp_path: Path, method: str) -> None:
-    options = {"method": method, "queries": 2, "learning-rate": 1e-5, "weight-decay": 0.1}
+    options = {"method": method, "learning-rate": 1e-5, "weight-decay": 0.1}
     succeeds(*arguments(model, tmp_path / "whole", **options))
     killed_and_resumed(
         tmp_path / "killed", "step 4", arguments(model, tmp_path / "killed", **options)

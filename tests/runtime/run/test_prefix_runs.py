@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mezo": {"method": "mezo", "prefix_length": 3, "eval_data": "random:9", "eval_every": 3},
     "fzoo": {"method": "fzoo", "learning_rate": 1e-5},
     "kzoo": {"method": "kzoo"},
+    "one-point": {"method": "one-point", "learning_rate": 1e-6},
     "hizoo": {"method": "hizoo", "hessian_smoothing": 1e-3},
     "adam": {"method": "mezo", "zo_optimizer": "adam", "zo_window": 3},
     "scaled": {"method": "mezo", "zo_scaling": "parameter-norm"},

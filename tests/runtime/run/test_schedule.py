@@ -51,7 +51,7 @@ def test_epochs_are_steps_and_steps_are_epochs(
 
 @pytest.mark.parametrize(
     ("options", "rate"),
-    [({}, 2e-4), ({"method": "zo-act"}, 1e-6), ({"method": "mezo", "learning_rate": 0.5}, 0.5)],
+    [({}, 2e-4), ({"method": "one-point"}, 1e-6), ({"method": "mezo", "learning_rate": 0.5}, 0.5)],
 )
 def test_each_method_has_its_own_rate(options: dict[str, Any], rate: float) -> None:
     config = TrainConfig(bundle="b", data="d", **options)

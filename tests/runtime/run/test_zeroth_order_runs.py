@@ -97,6 +97,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fzoo": {"method": "fzoo", "learning_rate": 1e-6},
     "momentum": {"zo_optimizer": "momentum", "zo_window": 4, "queries": 2},
     "kzoo": {"method": "kzoo", "seed_pool": 5},
+    "one-point": {"method": "one-point", "learning_rate": 1e-5},
     "hizoo": {"method": "hizoo", "queries": 2, "hessian_smoothing": 1e-3},
     "adam": {"zo_optimizer": "adam", "learning_rate": 1e-3},
     "zo-act": {"method": "zo-act", "learning_rate": 1e-3},
@@ -107,6 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 SLOW = {"scaled", "zo-act-adam", "momentum"}  # longer forms of what the others cover
 SLOW |= {"hizoo"}  # whose state is saved as Adam's is
+SLOW |= {"one-point"}  # which test_full_runs kills
 SLOW |= {"fzoo", "kzoo"}  # which keep nothing from step to step
 MARKED = [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in CASES]
 
