@@ -77,6 +77,7 @@ UNSEEDED = {
 
 SLEEPING = {
     ("tests/support/waiting.py", "time.sleep(0.01)"): "between two looks",
+    ("tests/faults/trial.py", "time.sleep(seconds)"): "until events that may come at any moment",
     (
         "tests/runtime/run/test_training.py",
         "time.sleep(rng.uniform(0, 0.12))",
