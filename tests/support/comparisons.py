@@ -14,11 +14,12 @@ from runtime.core.errors import DivergedError
 Ends = Callable[[str, float], Any]  # of (method, learning rate): the last loss, or an error
 
 
-def entry(step: int, seconds: float = 2.0, peak: int = 100) -> dict[str, Any]:
+def entry(step: int, seconds: float = 2.0, passes: int = 1, peak: int = 100) -> dict[str, Any]:
     return {
         "step": step,
         "loss": 3.0,
         "seconds": seconds,
+        "forward_passes": passes,
         "footprint_bytes": peak - 10,
         "peak_footprint_bytes": peak,
     }

@@ -468,16 +468,8 @@ class ZerothOrder:
         return self.adapters.digest()
 
     def write(self, path: Path) -> None:
-<<<<<<< HEAD
-        """Write the state besides the adapters: of the descent, and losses that were not finite."""
-        facts = {"skipped": self.skipped, **self.descent.state()}
-=======
-        """Write the state besides the adapters: how many losses in a row were not finite.
-
-        The estimator and the descent add their own state.
-        """
+        """Write the state besides the adapters: of the parts, and losses that were not finite."""
         facts = {"skipped": self.skipped, **self.estimator.state(), **self.descent.state()}
->>>>>>> parent of e7eeafd (Train: one-point is gone, which learnt nothing)
         with storage_errors(path), path.open("wb") as file:
             file.write(json.dumps(facts).encode())
             self.descent.write(file)

@@ -509,11 +509,11 @@ def test_a_level_that_was_reached_before_training_has_no_ratio() -> None:
 
 
 def test_what_was_spent_when_a_level_was_reached() -> None:
-    curve = curve_of({"before": 5.0, "2": 4.0, "4": 4.5, "after": 3.0}, 6)
+    curve = curve_of({"before": 5.0, "2": 4.0, "4": 4.5, "after": 3.0}, 6, passes=2)
     assert [point.step for point in curve.points] == [0, 2, 4, 6]
     first = curve.reached(4.2)
     assert first is not None
-    assert (first.step, first.seconds, first.peak_bytes) == (2, 4.0, 100)
+    assert (first.step, first.forward_passes, first.seconds, first.peak_bytes) == (2, 4, 4.0, 100)
     last = curve.reached(3.9)  # not between evaluations: at the first that shows it
     assert last is not None and (last.step, last.seconds) == (6, 12.0)
     assert curve.reached(2.9) is None

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""A sweep by successive halving, rates that spoil a longer run, and what is refused at once."""
-=======
 """A sweep by successive halving; comparisons in which every method gets the same amount."""
->>>>>>> parent of 6c3cf53 (Compare: --equal and --max-forward-passes are gone; methods are judged by seconds)
 
 from __future__ import annotations
 
@@ -14,12 +10,7 @@ from typing import Any
 
 import pytest
 from support.bundles import Tiny
-<<<<<<< HEAD
 from support.comparisons import Runs, by_rate, entry, evaluation, settings
-=======
-from support.comparisons import Runs, by_rate, settings
-from support.curves import entry, evaluation
->>>>>>> parent of 6c3cf53 (Compare: --equal and --max-forward-passes are gone; methods are judged by seconds)
 from support.exchange import NEEDS_MPI
 from support.runs import here, ondevice
 from support.token_rows import after, write_rows
