@@ -36,7 +36,8 @@ def held_by_allocator(
     """
     heap = machine.heap if machine.allocator == "glibc" else None
     peaks = [(model.perturbing_bytes, 0)]
-    for index, block in enumerate(blocks):
+    for index in (lowered.alike for lowered in model.lowered.distinct):
+        block = blocks[index]
         live = max(block.forward_bytes, block.backward_bytes)
         besides, spared = model.only_in_layers, 0
         if index in (0, len(blocks) - 1):

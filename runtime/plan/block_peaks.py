@@ -77,13 +77,15 @@ class PeakModel:
         self._forwards: dict[tuple[int, int], int] = {}
         self._backwards: dict[int, int] = {}
         self._keeping: dict[int, int] = {}
+        self._kept: dict[int, int] = {}
 
     # Adapters and gradients.
 
     @cached_property
     def all_adapter_bytes(self) -> int:
         """Bytes of the float32 adapters of all blocks."""
-        return sum(self.block_adapter_bytes(block) for block in self.manifest.blocks)
+        own = {lowered.alike: self._own_bytes(lowered) for lowered in self.lowered.distinct}
+        return sum(own[lowered.alike] for lowered in self.lowered.blocks)
 
     @cached_property
     def adapter_bytes(self) -> int:
@@ -213,7 +215,10 @@ class PeakModel:
 
     @cached_property
     def _most_adapters(self) -> int:
-        return max(self.block_adapter_bytes(block) for block in self.manifest.layers)
+        return max(map(self._own_bytes, self.lowered.distinct_layers))
+
+    def _own_bytes(self, lowered: LoweredBlock) -> int:
+        return self.block_adapter_bytes(lowered.block)
 
     def block_adapter_bytes(self, block: Block) -> int:
         """Bytes of the float32 adapters of one block."""
@@ -222,24 +227,13 @@ class PeakModel:
 
     # Blocks.
 
-    @cached_property
-    def _alike(self) -> list[int]:
-        """For each block the first one that runs alike and has matrices of the same sizes."""
-        first: dict[object, int] = {}
-        alike = []
-        for index, lowered in enumerate(self.lowered.blocks):
-            matrices = (
-                (each.rows, each.columns, each.bits, each.group_size, each.biases is None)
-                for each in self.manifest.matrices_of(lowered.block)
-            )
-            key = (id(lowered.forward), id(lowered.backward), *matrices)
-            alike.append(first.setdefault(key, index))
-        return alike
+    def _alike(self, index: int) -> int:
+        return self.lowered.blocks[index].alike
 
     def block(self, index: int, lanes: int) -> BlockPeak:
         """The peaks of one block, with `lanes` hidden states in its forward."""
         label = self.lowered.blocks[index].block.label
-        return BlockPeak(label, self.forward(index, lanes), self._backward(self._alike[index]))
+        return BlockPeak(label, self.forward(index, lanes), self._backward(self._alike(index)))
 
     def _backward(self, index: int) -> int:
         if index not in self._backwards:
@@ -259,7 +253,7 @@ class PeakModel:
 
     def forward(self, index: int, lanes: int) -> int:
         """Peak bytes while `lanes` hidden states run through a block together."""
-        index = self._alike[index]
+        index = self._alike(index)
         if (index, lanes) not in self._forwards:
             self._forwards[index, lanes] = self._forward(self.lowered.blocks[index], lanes)
         return self._forwards[index, lanes]
@@ -288,27 +282,30 @@ class PeakModel:
         These bytes include a layer's adapters.
         """
         last = len(self.manifest.blocks) - 1
+
+        def fits(block: LoweredBlock, lanes: int) -> bool:
+            besides = self.adapter_bytes if 0 < block.alike < last else 0
+            return self.forward(block.alike, lanes) + besides <= live
+
         for lanes in range(most, at_least, -1):
-            alive = (
-                self.forward(index, lanes) + (self.adapter_bytes if 0 < index < last else 0)
-                for index in range(last + 1)
-            )
-            if max(alive) <= live:
+            if all(fits(block, lanes) for block in self.lowered.distinct):
                 return lanes
         return at_least
 
     def kept_bytes(self, index: int) -> int:
         """Bytes of the forward values that a layer keeps for its backward, for all rows."""
-        lowered = self.lowered.blocks[index]
-        bucket = self.lowered.bucket
-        call = self._plain(lowered, lowered.program, 1, bucket)
-        sizes = _statistic_bytes(lowered.program, call)
-        kept = sum(sizes[name] if name in sizes else call.bytes_of(name) for name in lowered.kept)
-        return self.demand.rows * kept
+        index = self._alike(index)
+        if index not in self._kept:
+            lowered = self.lowered.blocks[index]
+            call = self._plain(lowered, lowered.program, 1, self.lowered.bucket)
+            sizes = _statistic_bytes(lowered.program, call)
+            kept = (sizes[name] if name in sizes else call.bytes_of(name) for name in lowered.kept)
+            self._kept[index] = self.demand.rows * sum(kept)
+        return self._kept[index]
 
     def keeping_bytes(self, index: int) -> int:
         """Peak bytes of a layer whose forward keeps values, and whose backward starts from them."""
-        index = self._alike[index]
+        index = self._alike(index)
         if index in self._keeping:
             return self._keeping[index]
         lowered = self.lowered.blocks[index]
@@ -502,7 +499,7 @@ class PeakModel:
         """The most rows that a BLAS packs: tokens, or in attention a group's heads x queries."""
         rows = (
             operation.packed_rows(block.program.values, self.execution)
-            for block in self.lowered.blocks
+            for block in self.lowered.distinct
             for operation in block.program.operations
         )
         return max(self.lowered.bucket, *rows)
@@ -514,7 +511,7 @@ class PeakModel:
         """Bytes of the largest value that a layer's operations read or compute."""
         return max(
             bytes_at(layer.program.values[name], self.lowered.bucket)
-            for layer in self.lowered.layers
+            for layer in self.lowered.distinct_layers
             for operation in layer.program.operations
             for name in (*operation.activations, *operation.results)
         )
@@ -547,7 +544,7 @@ class PeakModel:
                     Call(False, (), lanes, tokens, layer.program.values, layer.block.tensor),
                     self.execution,
                 )
-                for layer in self.lowered.layers
+                for layer in self.lowered.distinct_layers
                 for operation in layer.program.operations
             )
         )
@@ -570,16 +567,19 @@ class PeakModel:
     def _tile_at_peak(self) -> int:
         """Bytes of the largest tile; where MLPs are sliced backward, of one of theirs."""
         execution = self.execution
-        sliced = execution.slice_columns if self.demand.backward else ()
+        if not (self.demand.backward and execution.slice_columns):
+            return self.largest_tile_bytes
         return max(
-            (
-                execution.dequantizing_bytes(
-                    execution.tables.matrices[name], math.prod(execution.tile_shape(name, True))
-                )
-                for name in sliced
-            ),
-            default=execution.largest_tile_bytes(),
+            execution.dequantizing_bytes(
+                execution.tables.matrices[name], math.prod(execution.tile_shape(name, True))
+            )
+            for name in execution.slice_columns
         )
+
+    @cached_property
+    def largest_tile_bytes(self) -> int:
+        """The most bytes that any matrix's tile takes while it is dequantized."""
+        return self.execution.largest_tile_bytes()
 
 
 def wider_bytes(manifest: Manifest, tokens: int, value_bytes: int) -> int:
