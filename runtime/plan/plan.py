@@ -202,7 +202,7 @@ class Planner:
         self.manifest = msgspec.structs.replace(manifest, device=machine.device)
         self.machine = machine
         self._blocks: tuple[tuple[object, ...], tuple[LoweredBlock, ...]] = ((), ())
-        self._model: tuple[Wish | None, PeakModel | None] = (None, None)
+        self._model: PeakModel | None = None
         self._peaks: dict[tuple[Wish, int], _Peak] = {}
         self._known_seconds: dict[tuple[Wish, int], float] = {}
 
@@ -374,21 +374,18 @@ class Planner:
         return self._with(request, demand, level, made, kept, materialized, head)
 
     def model(self, request: Request, demand: Demand, sizes: Sizes) -> PeakModel:
-        """The model of bytes in use under given sizes."""
-        key = (request, demand, sizes)
-        known, model = self._model
-        if model is None or known != key:
-            ways = (*sizes.ways, request.context)
-            if self._blocks[0] != ways:
-                self._blocks = ways, lower_blocks(self.manifest, sizes, request.context)
-            machine = self.machine
-            lowered = lower(
-                *(self.manifest, request.bucket, sizes, machine.packed, request.context),
-                *(machine.compute_dtype, self._blocks[1]),
-            )
-            model = PeakModel(self.manifest, lowered, demand)
-            self._model = key, model
-        return model
+        """The model of bytes in use under given sizes: the last one, if they run alike."""
+        ways, machine = (*sizes.ways, request.context), self.machine
+        if self._blocks[0] != ways:
+            self._blocks = ways, lower_blocks(self.manifest, sizes, request.context)
+        lowered = lower(
+            *(self.manifest, request.bucket, sizes, machine.packed, request.context),
+            *(machine.compute_dtype, self._blocks[1]),
+        )
+        last = self._model
+        if last is None or (last.lowered, last.demand) != (lowered, demand):
+            last = self._model = PeakModel(self.manifest, lowered, demand)
+        return last
 
     @property
     def _loads_weights(self) -> bool:
