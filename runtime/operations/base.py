@@ -332,6 +332,11 @@ class Operation(
         """Full names of the matrices that it reads."""
         return ()
 
+    @property
+    def borrowed_matrix(self) -> str:
+        """The full name of a matrix of another block that it looks tokens up in; empty if none."""
+        return ""
+
     def vectors(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         """Full names of the vectors that it reads, besides parameters."""
         return ()

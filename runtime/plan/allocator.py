@@ -35,15 +35,16 @@ def held_by_allocator(
     leaves more room for other values.
     """
     heap = machine.heap if machine.allocator == "glibc" else None
-    peaks = [(model.perturbing_bytes, 0)]
+    ends = (0, len(blocks) - 1)
+    lives = [(model.perturbing_bytes, 0)]
     for index in (lowered.alike for lowered in model.lowered.distinct):
         block = blocks[index]
-        live = max(block.forward_bytes, block.backward_bytes)
-        besides, spared = model.only_in_layers, 0
-        if index in (0, len(blocks) - 1):
-            besides, spared = spared, besides
-        slack = 0 if heap is None else unused_bytes(heap, heap_use(model, live + besides, index))
-        peaks.append((max(0, live - spared), slack))
+        spared = model.only_in_layers if index in ends else 0
+        lives.append((max(block.forward_bytes, block.backward_bytes) - spared, index))
+    peaks = []
+    for live, index in lives:
+        use = heap_use(model, live + model.only_in_layers, index)
+        peaks.append((max(0, live), 0 if heap is None else unused_bytes(heap, use)))
     live, slack = max(peaks, key=sum)
     if machine.allocator == "metal":
         slack += ARRAYS * PAGE + (0 if model.execution.one_evaluation else SPLIT_BYTES)

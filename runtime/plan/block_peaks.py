@@ -139,8 +139,8 @@ class PeakModel:
 
     @property
     def perturbing_bytes(self) -> int:
-        """Extra bytes while perturbed copies of a block's adapters are made."""
-        copies, outside = self.demand.scratch_copies, self._outside_adapters
+        """Extra bytes while perturbed copies of a block's adapters are made, one of them new."""
+        copies, outside = max(0, self.demand.scratch_copies - 1), self._outside_adapters
         held = 0 if self.demand.all_adapters else outside * self.demand.adapter_copies
         ends = held + copies * outside - self.only_in_layers
         return max(copies * self._most_adapters, ends if outside else 0)
@@ -532,12 +532,15 @@ class PeakModel:
         """The most unused bytes of a heap that an operation leaves by arrays of many sizes.
 
         Where shared keys go along with hidden states, arrays between blocks leave holes, too. So
-        does an adapter of the embedding or the head, which no hole of the layers' arrays fits.
+        does the gradient of a tied head: it stays where the head's arrays lay. Unless those above
+        it left enough room, the embedding's adapter, which is as large, finds none.
         """
         lanes, tokens = self.demand.lanes[-1], self.lowered.bucket
         further = self.manifest.widest - self.manifest.hidden_size
+        last = len(self.lowered.blocks) - 1
+        above = self.forward(last, lanes) - self._outside_adapters if self._waiting_gradients else 0
         return (
-            self._outside_adapters
+            max(0, self._waiting_gradients - above)
             + BETWEEN * tokens * further * F32
             + max(
                 operation.hole_bytes(
