@@ -36,14 +36,14 @@ def held_by_allocator(
     """
     heap = machine.heap if machine.allocator == "glibc" else None
     ends = (0, len(blocks) - 1)
-    lives = [(model.perturbing_bytes, 0)]
+    lives = [(model.adapters.perturbing, 0)]
     for index in (lowered.alike for lowered in model.lowered.distinct):
         block = blocks[index]
-        spared = model.only_in_layers if index in ends else 0
+        spared = model.adapters.only_in_layers if index in ends else 0
         lives.append((max(block.forward_bytes, block.backward_bytes) - spared, index))
     peaks = []
     for live, index in lives:
-        use = heap_use(model, live + model.only_in_layers, index)
+        use = heap_use(model, live + model.adapters.only_in_layers, index)
         peaks.append((max(0, live), 0 if heap is None else unused_bytes(heap, use)))
     live, slack = max(peaks, key=sum)
     if machine.allocator == "metal":
@@ -68,7 +68,11 @@ def heap_use(model: PeakModel, alive_bytes: int, index: int) -> HeapUse:
     )
 
 
-def with_kept(machine: Machine, live_bytes: int) -> int:
-    """Bytes of additional kept activations, with what the allocator holds beyond them."""
+def with_kept(machine: Machine, model: PeakModel, live_bytes: int) -> int:
+    """Bytes of additional kept activations, with what the allocator holds beyond them.
+
+    Without slices of MLPs, which leave holes of other sizes, that is one value at most.
+    """
     share = machine.heap.share_of_kept if machine.allocator == "glibc" else 0.0
-    return int(live_bytes * (1 + share))
+    unused = int(live_bytes * share)
+    return live_bytes + (unused if model.mapped_value else min(unused, model.largest_whole_value))

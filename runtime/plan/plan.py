@@ -266,7 +266,7 @@ class Planner:
             blocks = tuple(model.block(index, lanes) for index in range(len(model.lowered.blocks)))
             held = held_by_allocator(self.machine, model, blocks, sizes.cache_bytes)
             process = self._process_bytes(request, model)
-            nbytes = process + model.adapter_bytes + model.gradient_bytes
+            nbytes = process + model.adapters.current + model.adapters.gradients
             nbytes += model.weight_update_bytes + model.lowered.cached_bytes
             nbytes += held.live_bytes + held.slack_bytes + held.cache_bytes
             self._peaks[key] = _Peak(nbytes, process, held, blocks)
@@ -293,8 +293,8 @@ class Planner:
             predicted_peak_bytes=peak.nbytes,
             minimum_bytes=minimum_bytes,
             process_bytes=peak.process_bytes,
-            adapter_bytes=model.adapter_bytes,
-            gradient_bytes=model.gradient_bytes,
+            adapter_bytes=model.adapters.current,
+            gradient_bytes=model.adapters.gradients,
             weight_update_bytes=model.weight_update_bytes,
             live_bytes=held.live_bytes,
             slack_bytes=held.slack_bytes,
@@ -524,7 +524,7 @@ class Planner:
     def _kept_bytes(self, model: PeakModel, plan: Plan, layers: int) -> int:
         """Bytes that so many layers add to the peak of a plan by keeping activations."""
         more = model.live_bytes_keeping(plan.blocks, layers) - plan.live_bytes
-        return with_kept(self.machine, more) if layers else 0
+        return with_kept(self.machine, model, more) if layers else 0
 
     def _with(
         self,
@@ -600,7 +600,7 @@ def _free_lanes(
     evaluation_lanes = lanes
     if demand.trains:
         most = max(EVALUATION_LANES, request.rows)
-        room = held.live_bytes + model.only_in_layers
+        room = held.live_bytes + model.adapters.only_in_layers
         evaluation_lanes = model.free_lanes(room, lanes, most)
     if demand.lanes_in_spare_memory:
         lanes = min(evaluation_lanes, demand.lanes_in_spare_memory)
@@ -614,7 +614,7 @@ def _scratch_bytes(manifest: Manifest, request: Request, demand: Demand, model: 
     """
     slots = len(manifest.blocks) if demand.slots is None else demand.slots
     row_bytes = request.bucket * manifest.widest * F32
-    trained = model.all_adapter_bytes if demand.trains else 0
+    trained = model.adapters.all if demand.trains else 0
     copies = 1 + demand.moments + demand.stores_gradients
     if demand.trains_weights:  # two slots for each block
         trained, copies = manifest.weights_nbytes, 2

@@ -149,7 +149,7 @@ def test_a_backward_pass_allocates_what_the_plan_says(
             del x, dy
             mx.eval(result)
             del result
-    gradients = max(peaks.block_adapter_bytes(block) for block in bundle.manifest.layers)
+    gradients = max(peaks.adapters.of(block) for block in bundle.manifest.layers)
     check(found, peaks, most_alive(peaks, 1) + gradients)
 
 
