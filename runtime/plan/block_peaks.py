@@ -431,16 +431,12 @@ class PeakModel:
     def hole_bytes(self) -> int:
         """The most unused bytes of a heap that an operation leaves by arrays of many sizes.
 
-        Where shared keys go along with hidden states, arrays between blocks leave holes, too. So
-        does the gradient of a tied head: it stays where the head's arrays lay. Unless those above
-        it left enough room, the embedding's adapter, which is as large, finds none.
+        Where shared keys go along with hidden states, arrays between blocks leave holes, too.
         """
         lanes, tokens = self.demand.lanes[-1], self.lowered.bucket
         further = self.manifest.widest - self.manifest.hidden_size
-        last = len(self.lowered.blocks) - 1
-        above = self.forward(last, lanes) - self.adapters.outside if self.adapters.waiting else 0
         return (
-            max(0, self.adapters.waiting - above)
+            self._hole_of_ends
             + BETWEEN * tokens * further * F32
             + max(
                 operation.hole_bytes(
@@ -451,6 +447,19 @@ class PeakModel:
                 for operation in layer.program.operations
             )
         )
+
+    @property
+    def _hole_of_ends(self) -> int:
+        """Unused bytes because a tied head's gradient stays where the head's arrays lay.
+
+        Unless those above it left enough room, the embedding's adapter, which is as large, finds
+        none. Where workers sum gradients, there are more such arrays, and MPI's between them.
+        """
+        waiting = self.adapters.waiting
+        if not waiting or self.demand.sums_gradients:
+            return waiting
+        last = len(self.lowered.blocks) - 1
+        return max(0, 2 * waiting - self.forward(last, self.demand.lanes[-1]))
 
     @property
     def mapped_value(self) -> int:
