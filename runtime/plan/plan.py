@@ -150,7 +150,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return document
 
 
-Wish = tuple[Request, Demand, Sizes]
+Wish = tuple[Request, Demand, Sizes, int]  # a task, sizes, and batch lanes
 FACTS = ("limit_bytes", "minimum_bytes")
 """Fields of a plan that say how the machine and the process are, and decide nothing."""
 
@@ -203,8 +203,8 @@ class Planner:
         self.machine = machine
         self._blocks: tuple[tuple[object, ...], tuple[LoweredBlock, ...]] = ((), ())
         self._model: PeakModel | None = None
-        self._peaks: dict[tuple[Wish, int], _Peak] = {}
-        self._known_seconds: dict[tuple[Wish, int], float] = {}
+        self._peaks: dict[Wish, _Peak] = {}
+        self._known_seconds: dict[Wish, float] = {}
 
     def plan(self, request: Request, demand: Demand, budget_bytes: int) -> Plan:
         """The plan that fits and is fastest, or on a GPU, and with `PAPER`, the most generous one.
@@ -252,7 +252,7 @@ class Planner:
 
     def _seconds(self, request: Request, demand: Demand, sizes: Sizes, lanes: int) -> float:
         """The seconds that a row is predicted to take at given sizes."""
-        key = ((request, demand, sizes), lanes)
+        key = (request, demand, sizes, lanes)
         if key not in self._known_seconds:
             lowered = self.model(request, demand, sizes).lowered
             self._known_seconds[key] = seconds(lowered, demand.backward, lanes)
@@ -260,7 +260,7 @@ class Planner:
 
     def _peak(self, request: Request, demand: Demand, sizes: Sizes, lanes: int) -> _Peak:
         """The predicted peak at given sizes."""
-        key = ((request, demand, sizes), lanes)
+        key = (request, demand, sizes, lanes)
         if key not in self._peaks:
             model = self.model(request, demand, sizes)
             blocks = tuple(model.block(index, lanes) for index in range(len(model.lowered.blocks)))
@@ -380,7 +380,8 @@ class Planner:
             self._blocks = ways, lower_blocks(self.manifest, sizes, request.context)
         lowered = lower(
             *(self.manifest, request.bucket, sizes, machine.packed, request.context),
-            *(machine.compute_dtype, self._blocks[1]),
+            machine.compute_dtype,
+            blocks=self._blocks[1],
         )
         last = self._model
         if last is None or (last.lowered, last.demand) != (lowered, demand):

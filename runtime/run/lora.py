@@ -222,8 +222,8 @@ def _refuse_borrowed(lora: LoraSettings, manifest: Manifest) -> None:
     """Refuse an adapter of an embedding in which layers look tokens up, too: they would miss it."""
     if names := [name for name in manifest.borrowed_names if lora.adapts(name, outside=True)]:
         raise UsageError(
-            f"--lora-targets {','.join(names)}: layers of this model look tokens up in this matrix "
-            "as well, where adapters are not supported; train one without it"
+            f"an adapter of {','.join(names)}: layers of this model look tokens up in this matrix "
+            "as well, where adapters are not supported; train with other --lora-targets"
         )
 
 

@@ -199,7 +199,7 @@ def test_what_cannot_be_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
 def test_an_embedding_that_layers_read_as_well_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     """Gemma 4's layers would look tokens up without the adapter."""
     bundle, target = tiny("gemma4"), "embed_tokens"
-    said = f"--lora-targets {target}: layers of this model look tokens up in this matrix as well"
+    said = f"an adapter of {target}: layers of this model look tokens up in this matrix as well"
     refuses(2, said, *train_arguments(bundle.path, tmp_path / "run", 2, lora_targets=target))
     adapter = with_lora(bundle, targets=(target,))
     Adapters.initial(adapter.manifest, 0).save(tmp_path)
