@@ -263,6 +263,13 @@ class Manifest(Record, frozen=True):
         return tuple(name.split(".")[-1] for block in ends for name in self.adaptable(block))
 
     @property
+    def borrowed_names(self) -> tuple[str, ...]:
+        """The last parts of the names of the embedding's matrices that layers look tokens up in."""
+        types = self.block_types.values()
+        names = {each.borrowed_matrix for of in types for each in of.operations} - {""}
+        return tuple(sorted(name.split(".")[-1] for name in names))
+
+    @property
     def expert_names(self) -> tuple[str, ...]:
         """The last parts of the names of all matrices of experts, sorted."""
         names = {

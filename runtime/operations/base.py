@@ -132,7 +132,7 @@ class Execution:
     def tile_shape(self, name: str, backward: bool) -> tuple[int, int]:
         """The rows and columns of a matrix's tile."""
         matrix, height = self.tables.matrices[name], self.tile_rows[name]
-        width = {**self.tile_columns, **self.expert_columns}.get(name, matrix.columns)
+        width = self.expert_columns.get(name, self.tile_columns.get(name, matrix.columns))
         if backward and name in self.slice_columns:
             step = self.slice_columns[name]
             height, width = (height, step) if name in self.tile_columns else (step, width)
@@ -331,6 +331,11 @@ class Operation(
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         """Full names of the matrices that it reads."""
         return ()
+
+    @property
+    def borrowed_matrix(self) -> str:
+        """The full name of a matrix of another block that it looks tokens up in; empty if none."""
+        return ""
 
     def vectors(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         """Full names of the vectors that it reads, besides parameters."""

@@ -36,6 +36,10 @@ class Lookup(Function, frozen=True):
     def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return (self.name(tensor),) if self.owned else ()
 
+    @property
+    def borrowed_matrix(self) -> str:
+        return "" if self.owned else self.matrix
+
     def working_bytes(self, call: Call, execution: Execution) -> int:
         matrix = execution.tables.matrices[self.name(call.tensor)]
         return 3 * call.tokens * matrix.columns * F32

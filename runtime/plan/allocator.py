@@ -35,14 +35,16 @@ def held_by_allocator(
     leaves more room for other values.
     """
     heap = machine.heap if machine.allocator == "glibc" else None
-    peaks = [(model.perturbing_bytes, 0)]
-    for index, block in enumerate(blocks):
-        live = max(block.forward_bytes, block.backward_bytes)
-        besides, spared = model.only_in_layers, 0
-        if index in (0, len(blocks) - 1):
-            besides, spared = spared, besides
-        slack = 0 if heap is None else unused_bytes(heap, heap_use(model, live + besides, index))
-        peaks.append((max(0, live - spared), slack))
+    ends = (0, len(blocks) - 1)
+    lives = [(model.adapters.perturbing, 0)]
+    for index in (lowered.alike for lowered in model.lowered.distinct):
+        block = blocks[index]
+        spared = model.adapters.only_in_layers if index in ends else 0
+        lives.append((max(block.forward_bytes, block.backward_bytes) - spared, index))
+    peaks = []
+    for live, index in lives:
+        use = heap_use(model, live + model.adapters.only_in_layers, index)
+        peaks.append((max(0, live), 0 if heap is None else unused_bytes(heap, use)))
     live, slack = max(peaks, key=sum)
     if machine.allocator == "metal":
         slack += ARRAYS * PAGE + (0 if model.execution.one_evaluation else SPLIT_BYTES)
@@ -66,7 +68,11 @@ def heap_use(model: PeakModel, alive_bytes: int, index: int) -> HeapUse:
     )
 
 
-def with_kept(machine: Machine, live_bytes: int) -> int:
-    """Bytes of additional kept activations, with what the allocator holds beyond them."""
+def with_kept(machine: Machine, model: PeakModel, live_bytes: int) -> int:
+    """Bytes of additional kept activations, with what the allocator holds beyond them.
+
+    Without slices of MLPs, which leave holes of other sizes, that is one value at most.
+    """
     share = machine.heap.share_of_kept if machine.allocator == "glibc" else 0.0
-    return int(live_bytes * (1 + share))
+    unused = int(live_bytes * share)
+    return live_bytes + (unused if model.mapped_value else min(unused, model.largest_whole_value))

@@ -17,8 +17,8 @@ from runtime.core.stripes import ARENAS
 from runtime.operations.attention import START_BYTES, STARTS
 from runtime.operations.base import Call, Operation, materialized_bytes, packed_bytes
 from runtime.operations.program import Instruction, Program
-from runtime.operations.sliced_mlp import MOST_TOKENS
 from runtime.operations.values import F32, bytes_at, gradient_of
+from runtime.plan.adapter_bytes import AdapterBytes
 from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, LoweredModel
 from runtime.storage.write_back import QUEUED
@@ -74,86 +74,13 @@ class PeakModel:
     def __init__(self, manifest: Manifest, lowered: LoweredModel, demand: Demand) -> None:
         self.manifest, self.lowered, self.demand = manifest, lowered, demand
         self.execution = lowered.execution
+        self.adapters = AdapterBytes(manifest, lowered, demand)
         self._forwards: dict[tuple[int, int], int] = {}
         self._backwards: dict[int, int] = {}
         self._keeping: dict[int, int] = {}
+        self._kept: dict[int, int] = {}
 
-    # Adapters and gradients.
-
-    @cached_property
-    def all_adapter_bytes(self) -> int:
-        """Bytes of the float32 adapters of all blocks."""
-        return sum(self.block_adapter_bytes(block) for block in self.manifest.blocks)
-
-    @cached_property
-    def adapter_bytes(self) -> int:
-        """Bytes of the adapters in memory while a layer runs."""
-        if self.demand.all_adapters:
-            return self.all_adapter_bytes
-        return self._most_adapters * self.demand.adapter_copies
-
-    def _end_bytes(self, lowered: LoweredBlock, lanes: int) -> int:
-        """Bytes of adapters and gradients while the embedding or the head runs with an adapter.
-
-        The head's products with it are of a chunk of the vocabulary. A gradient is held twice where
-        it is added to that of earlier micro-batches, and three times where it is stored or summed.
-        """
-        owner = self.manifest.owner(lowered.block)
-        own = self.block_adapter_bytes(owner)
-        if not own or lowered.block in self.manifest.layers:
-            return 0
-        demand, execution = self.demand, self.execution
-        nbytes = 0 if demand.all_adapters else own * demand.adapter_copies
-        if demand.backward:
-            times = 3 if demand.stores_gradients or demand.sums_gradients else 1
-            nbytes += own * max(times, 2 if demand.holds_gradients else 1)
-            nbytes -= self._waiting_gradients
-        by_token = execution.bucket * execution.rank * F32
-        nbytes += 6 * lanes * by_token
-        if lowered.head is not None:
-            logits = lowered.head.streamed(execution)[0]
-            nbytes += 2 * execution.chunk_rows * execution.rank * F32
-            if execution.one_evaluation and demand.backward:
-                nbytes += 4 * lanes * logits + 2 * own
-        return nbytes
-
-    @cached_property
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients: of all layers if micro-batches accumulate, else of the largest layer.
-
-        A further row adds a layer's gradients while they are summed, and so do further tokens of an
-        MLP. What a worker has sent of a layer, and the sum over all workers, are there while the
-        next layer runs.
-        """
-        if not self.demand.backward:
-            return 0
-        sliced = self.lowered.slice_columns > 0 and self.lowered.bucket > MOST_TOKENS
-        fresh = self._most_adapters if self.demand.rows > 1 or sliced else 0
-        together = self.execution.one_evaluation and self.demand.rows > 1
-        if together or (self.manifest.device == "gpu" and self._held_gradients):
-            fresh += self._most_adapters  # their sums are one evaluation
-        summed = 2 * self._most_adapters if self.demand.sums_gradients else 0
-        return self._held_gradients + self._most_adapters + fresh + summed
-
-    @property
-    def perturbing_bytes(self) -> int:
-        """Extra bytes while perturbed copies of a block's adapters are made."""
-        copies, outside = self.demand.scratch_copies, self._outside_adapters
-        held = 0 if self.demand.all_adapters else outside * self.demand.adapter_copies
-        ends = held + copies * outside - self.only_in_layers
-        return max(copies * self._most_adapters, ends if outside else 0)
-
-    @cached_property
-    def _outside_adapters(self) -> int:
-        """The most bytes of the adapter of the embedding or the head."""
-        return max(self.block_adapter_bytes(self.manifest.blocks[at]) for at in (0, -1))
-
-    @cached_property
-    def _waiting_gradients(self) -> int:
-        """Bytes of the gradient of a tied head's adapter, which waits for the embedding's."""
-        first, last = self.manifest.blocks[0], self.manifest.blocks[-1]
-        waits = self.demand.backward and self.manifest.owner(last) == first
-        return self.block_adapter_bytes(first) if waits else 0
+    # Trained weights, and weights in slices.
 
     @cached_property
     def weight_update_bytes(self) -> int:
@@ -198,48 +125,15 @@ class PeakModel:
         operations = self.manifest.block_types[block.type].operations
         return tuple(name for each in operations for name in each.matrices(block.tensor))
 
-    @cached_property
-    def only_in_layers(self) -> int:
-        """Bytes of adapters and gradients that are free while the embedding or the head runs."""
-        if self.demand.all_adapters:
-            return 0
-        return self.adapter_bytes + self.gradient_bytes - self._held_gradients
-
-    @property
-    def _held_gradients(self) -> int:
-        """Bytes of gradients that wait for a step's last micro-batch, or for the embedding."""
-        held = self.all_adapter_bytes if self.demand.holds_gradients else 0
-        return held + self._waiting_gradients
-
-    @cached_property
-    def _most_adapters(self) -> int:
-        return max(self.block_adapter_bytes(block) for block in self.manifest.layers)
-
-    def block_adapter_bytes(self, block: Block) -> int:
-        """Bytes of the float32 adapters of one block."""
-        shapes = self.manifest.adapter_shapes(block)
-        return sum(math.prod(shape) * F32 for shape in shapes.values())
-
     # Blocks.
 
-    @cached_property
-    def _alike(self) -> list[int]:
-        """For each block the first one that runs alike and has matrices of the same sizes."""
-        first: dict[object, int] = {}
-        alike = []
-        for index, lowered in enumerate(self.lowered.blocks):
-            matrices = (
-                (each.rows, each.columns, each.bits, each.group_size, each.biases is None)
-                for each in self.manifest.matrices_of(lowered.block)
-            )
-            key = (id(lowered.forward), id(lowered.backward), *matrices)
-            alike.append(first.setdefault(key, index))
-        return alike
+    def _alike(self, index: int) -> int:
+        return self.lowered.blocks[index].alike
 
     def block(self, index: int, lanes: int) -> BlockPeak:
         """The peaks of one block, with `lanes` hidden states in its forward."""
         label = self.lowered.blocks[index].block.label
-        return BlockPeak(label, self.forward(index, lanes), self._backward(self._alike[index]))
+        return BlockPeak(label, self.forward(index, lanes), self._backward(self._alike(index)))
 
     def _backward(self, index: int) -> int:
         if index not in self._backwards:
@@ -255,11 +149,11 @@ class PeakModel:
         alive = {gradient_of(last)}
         alive |= {program.input, *self._starts(lowered)} if program.input else set()
         peak = self._peak(lowered, program, lowered.backward, alive, 1, self.lowered.bucket)
-        return peak + self._materialized_block(lowered) + self._end_bytes(lowered, 1)
+        return peak + self._materialized_block(lowered) + self.adapters.at_end(lowered, 1)
 
     def forward(self, index: int, lanes: int) -> int:
         """Peak bytes while `lanes` hidden states run through a block together."""
-        index = self._alike[index]
+        index = self._alike(index)
         if (index, lanes) not in self._forwards:
             self._forwards[index, lanes] = self._forward(self.lowered.blocks[index], lanes)
         return self._forwards[index, lanes]
@@ -276,7 +170,7 @@ class PeakModel:
                 self.demand.backward, (), lanes, bucket, program.values, lowered.block.tensor
             )
             peak = max(peak, lowered.head.working_bytes(call, self.execution))
-        return peak + self._end_bytes(lowered, lanes)
+        return peak + self.adapters.at_end(lowered, lanes)
 
     def _starts(self, lowered: LoweredBlock) -> tuple[str, ...]:
         """The value that a layer has besides, for each hidden state of packed rows."""
@@ -288,27 +182,30 @@ class PeakModel:
         These bytes include a layer's adapters.
         """
         last = len(self.manifest.blocks) - 1
+
+        def fits(block: LoweredBlock, lanes: int) -> bool:
+            besides = self.adapters.current if 0 < block.alike < last else 0
+            return self.forward(block.alike, lanes) + besides <= live
+
         for lanes in range(most, at_least, -1):
-            alive = (
-                self.forward(index, lanes) + (self.adapter_bytes if 0 < index < last else 0)
-                for index in range(last + 1)
-            )
-            if max(alive) <= live:
+            if all(fits(block, lanes) for block in self.lowered.distinct):
                 return lanes
         return at_least
 
     def kept_bytes(self, index: int) -> int:
         """Bytes of the forward values that a layer keeps for its backward, for all rows."""
-        lowered = self.lowered.blocks[index]
-        bucket = self.lowered.bucket
-        call = self._plain(lowered, lowered.program, 1, bucket)
-        sizes = _statistic_bytes(lowered.program, call)
-        kept = sum(sizes[name] if name in sizes else call.bytes_of(name) for name in lowered.kept)
-        return self.demand.rows * kept
+        index = self._alike(index)
+        if index not in self._kept:
+            lowered = self.lowered.blocks[index]
+            call = self._plain(lowered, lowered.program, 1, self.lowered.bucket)
+            sizes = _statistic_bytes(lowered.program, call)
+            kept = (sizes[name] if name in sizes else call.bytes_of(name) for name in lowered.kept)
+            self._kept[index] = self.demand.rows * sum(kept)
+        return self._kept[index]
 
     def keeping_bytes(self, index: int) -> int:
         """Peak bytes of a layer whose forward keeps values, and whose backward starts from them."""
-        index = self._alike[index]
+        index = self._alike(index)
         if index in self._keeping:
             return self._keeping[index]
         lowered = self.lowered.blocks[index]
@@ -502,7 +399,7 @@ class PeakModel:
         """The most rows that a BLAS packs: tokens, or in attention a group's heads x queries."""
         rows = (
             operation.packed_rows(block.program.values, self.execution)
-            for block in self.lowered.blocks
+            for block in self.lowered.distinct
             for operation in block.program.operations
         )
         return max(self.lowered.bucket, *rows)
@@ -514,7 +411,7 @@ class PeakModel:
         """Bytes of the largest value that a layer's operations read or compute."""
         return max(
             bytes_at(layer.program.values[name], self.lowered.bucket)
-            for layer in self.lowered.layers
+            for layer in self.lowered.distinct_layers
             for operation in layer.program.operations
             for name in (*operation.activations, *operation.results)
         )
@@ -534,23 +431,35 @@ class PeakModel:
     def hole_bytes(self) -> int:
         """The most unused bytes of a heap that an operation leaves by arrays of many sizes.
 
-        Where shared keys go along with hidden states, arrays between blocks leave holes, too. So
-        does an adapter of the embedding or the head, which no hole of the layers' arrays fits.
+        Where shared keys go along with hidden states, arrays between blocks leave holes, too.
         """
         lanes, tokens = self.demand.lanes[-1], self.lowered.bucket
         further = self.manifest.widest - self.manifest.hidden_size
         return (
-            self._outside_adapters
+            self._hole_of_ends
             + BETWEEN * tokens * further * F32
             + max(
                 operation.hole_bytes(
                     Call(False, (), lanes, tokens, layer.program.values, layer.block.tensor),
                     self.execution,
                 )
-                for layer in self.lowered.layers
+                for layer in self.lowered.distinct_layers
                 for operation in layer.program.operations
             )
         )
+
+    @property
+    def _hole_of_ends(self) -> int:
+        """Unused bytes because a tied head's gradient stays where the head's arrays lay.
+
+        Unless those above it left enough room, the embedding's adapter, which is as large, finds
+        none. Where workers sum gradients, there are more such arrays, and MPI's between them.
+        """
+        waiting = self.adapters.waiting
+        if not waiting or self.demand.sums_gradients:
+            return waiting
+        last = len(self.lowered.blocks) - 1
+        return max(0, 2 * waiting - self.forward(last, self.demand.lanes[-1]))
 
     @property
     def mapped_value(self) -> int:
@@ -570,16 +479,19 @@ class PeakModel:
     def _tile_at_peak(self) -> int:
         """Bytes of the largest tile; where MLPs are sliced backward, of one of theirs."""
         execution = self.execution
-        sliced = execution.slice_columns if self.demand.backward else ()
+        if not (self.demand.backward and execution.slice_columns):
+            return self.largest_tile_bytes
         return max(
-            (
-                execution.dequantizing_bytes(
-                    execution.tables.matrices[name], math.prod(execution.tile_shape(name, True))
-                )
-                for name in sliced
-            ),
-            default=execution.largest_tile_bytes(),
+            execution.dequantizing_bytes(
+                execution.tables.matrices[name], math.prod(execution.tile_shape(name, True))
+            )
+            for name in execution.slice_columns
         )
+
+    @cached_property
+    def largest_tile_bytes(self) -> int:
+        """The most bytes that any matrix's tile takes while it is dequantized."""
+        return self.execution.largest_tile_bytes()
 
 
 def wider_bytes(manifest: Manifest, tokens: int, value_bytes: int) -> int:

@@ -29,19 +29,30 @@ def seconds(
     its share of reading and dequantizing.
     """
     execution, layers = model.execution, model.layers
+    known: dict[tuple[int, bool, bool], float] = {}
     total = 0.0
     for index, layer in enumerate(layers):
-        stays = index < materialized
-        for matrix, height, width, products in _passes(
-            layer, execution, backward, index >= len(layers) - kept
-        ):
-            total += _product_seconds(execution.bucket, height, width, products) * (
-                matrix.rows * matrix.columns / (height * width)
-            )
-            total += 0.0 if stays else _loading_seconds(matrix) / lanes
+        stays, keeps = index < materialized, index >= len(layers) - kept
+        key = (layer.alike, stays, keeps)
+        if key not in known:
+            passes = _passes(layer, execution, backward, keeps)
+            known[key] = _layer_seconds(passes, execution.bucket, 0 if stays else 1 / lanes)
+        total += known[key]
     blocks = -(-execution.bucket // execution.attention_block)
     total += len(layers) * blocks * QUERIES_S * (2 if backward else 1)
     return total + _head_seconds(model, backward, lanes)
+
+
+def _layer_seconds(
+    passes: Iterator[tuple[Matrix, int, int, float]], tokens: int, loading: float
+) -> float:
+    """The products with a layer's matrices, and a share `loading` of reading and dequantizing."""
+    total = 0.0
+    for matrix, height, width, products in passes:
+        tiles = matrix.rows * matrix.columns / (height * width)
+        total += _product_seconds(tokens, height, width, products) * tiles
+        total += _loading_seconds(matrix) * loading
+    return total
 
 
 def _passes(

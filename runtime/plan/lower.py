@@ -8,7 +8,7 @@ result, the engine runs it, and neither decides anything again. Pure: no MLX.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from runtime.arrays.stored import Block
@@ -52,6 +52,11 @@ class Sizes:
     in_place: bool = False
     slice_values: int = 0
 
+    @property
+    def ways(self) -> tuple[object, ...]:
+        """The choices of which instructions run; all others are of how much they take at once."""
+        return self.slices, self.keeps_mlps, self.evaluation
+
 
 @dataclass(frozen=True)
 class LoweredBlock:
@@ -63,7 +68,8 @@ class LoweredBlock:
     values `kept`. Layers before that one have no backward. Where `forward` and `backward` slice an
     MLP, `keeping` and `backward_kept` may take it whole, so that its values are kept as well.
     `head` is the operation that passes over the vocabulary, in the last block.
-    A block that decodes has a forward only.
+    A block that decodes has a forward only. `alike` is the index of the first block that runs the
+    same instructions over matrices of the same sizes.
     """
 
     block: Block
@@ -75,6 +81,7 @@ class LoweredBlock:
     backward_kept: tuple[Instruction, ...]
     kept: frozenset[str]
     head: Operation | None
+    alike: int = 0
 
     @property
     def may_reverse(self) -> bool:
@@ -107,6 +114,17 @@ class LoweredModel:
         return self.blocks[1:-1]
 
     @property
+    def distinct(self) -> Iterator[LoweredBlock]:
+        """The blocks of which no earlier one is alike."""
+        return (block for index, block in enumerate(self.blocks) if block.alike == index)
+
+    @property
+    def distinct_layers(self) -> tuple[LoweredBlock, ...]:
+        """The same of the layers."""
+        last = len(self.blocks) - 1
+        return tuple(block for block in self.distinct if 0 < block.alike < last)
+
+    @property
     def slice_columns(self) -> int:
         """The most columns of its width that an MLP takes at once; 0 if none is sliced."""
         return max(self.execution.tile_columns.values(), default=0)
@@ -119,7 +137,7 @@ class LoweredModel:
         token_counts = DECODED_TOKENS if self.context else (self.bucket,)
         return {
             key
-            for block in self.blocks
+            for block in self.distinct
             for operation in block.program.operations
             for tokens in token_counts
             for key in operation.graph_keys(tokens, backward and block.may_reverse)
@@ -139,8 +157,11 @@ def lower(
     packed: bool,
     context: int = 0,
     compute_dtype: str = "float32",
+    blocks: tuple[LoweredBlock, ...] = (),
 ) -> LoweredModel:
     """The lowered programs of all blocks at a sequence bucket.
+
+    `blocks` are those of `lower_blocks`, if they are known.
 
     With `context` they decode sequences of at most so many tokens, `bucket` tokens at once, and
     keep keys and values.
@@ -148,16 +169,7 @@ def lower(
     floating point are converted tile by tile there too. A CPU multiplies a single token by packed
     tiles: that takes less time than to dequantize them for it.
     """
-    known: dict[tuple[str, frozenset[str], bool], LoweredBlock] = {}
-    blocks = []
-    first = manifest.first_adapted
-    for index, block in enumerate(manifest.blocks):
-        adapted = frozenset(manifest.adapted(block))
-        input_wanted = index > first  # nothing is trained before it
-        key = (block.type, adapted, input_wanted)
-        if key not in known:
-            known[key] = _lower_block(manifest, block, sizes, adapted, input_wanted, context)
-        blocks.append(replace(known[key], block=block))
+    blocks = blocks or lower_blocks(manifest, sizes, context)
     widths = _slice_widths(manifest, blocks, sizes)
     execution = Execution(
         manifest.tables,
@@ -175,7 +187,30 @@ def lower(
         compute_dtype,
         sizes.in_place,
     )
-    return LoweredModel(tuple(blocks), execution, sizes.materialize_blocks, first, context)
+    first = manifest.first_adapted
+    return LoweredModel(blocks, execution, sizes.materialize_blocks, first, context)
+
+
+def lower_blocks(manifest: Manifest, sizes: Sizes, context: int = 0) -> tuple[LoweredBlock, ...]:
+    """All blocks, which depend on `sizes.ways` alone."""
+    known: dict[tuple[str, frozenset[str], bool], LoweredBlock] = {}
+    indices: dict[object, int] = {}
+    blocks = []
+    first = manifest.first_adapted
+    for index, block in enumerate(manifest.blocks):
+        adapted = frozenset(manifest.adapted(block))
+        input_wanted = index > first  # nothing is trained before it
+        key = (block.type, adapted, input_wanted)
+        if key not in known:
+            known[key] = _lower_block(manifest, block, sizes, adapted, input_wanted, context)
+        matrices = (
+            (each.rows, each.columns, each.bits, each.group_size, each.biases is None)
+            for operation in manifest.block_types[block.type].operations
+            for each in map(manifest.matrices.__getitem__, operation.matrices(block.tensor))
+        )
+        alike = indices.setdefault((key, *matrices), index)
+        blocks.append(replace(known[key], block=block, alike=alike))
+    return tuple(blocks)
 
 
 def rows_at_once(rows: int, columns: int, values: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -25,7 +25,7 @@ from runtime.plan.block_peaks import BlockPeak, PeakModel
 from runtime.plan.cost import seconds
 from runtime.plan.demand import Demand
 from runtime.plan.limit import check_limit, limit_warning
-from runtime.plan.lower import LoweredModel, Sizes, lower
+from runtime.plan.lower import LoweredBlock, Sizes, lower, lower_blocks
 from runtime.plan.sizes import (
     BLOCK,
     LEVELS,
@@ -183,17 +183,27 @@ def choose_bucket(manifest: Manifest, tokens: int) -> int:
     )
 
 
+class _Peak(NamedTuple):
+    """A predicted peak, and what it consists of besides adapters, gradients and caches."""
+
+    nbytes: int
+    process_bytes: int
+    held: Held
+    blocks: tuple[BlockPeak, ...]
+
+
 class Planner:
     """Plans for one manifest and machine, whose device need not be that of the bundle's graphs.
 
-    It keeps only the last lowered model, because its own memory counts for the footprint.
+    It keeps only the last lowered blocks, because their memory counts for the footprint.
     """
 
     def __init__(self, manifest: Manifest, machine: Machine) -> None:
         self.manifest = msgspec.structs.replace(manifest, device=machine.device)
         self.machine = machine
-        self._lowered: tuple[tuple[int, Sizes, int], LoweredModel] | None = None
-        self._predicted: dict[Wish, Plan] = {}
+        self._blocks: tuple[tuple[object, ...], tuple[LoweredBlock, ...]] = ((), ())
+        self._model: PeakModel | None = None
+        self._peaks: dict[Wish, _Peak] = {}
         self._known_seconds: dict[Wish, float] = {}
 
     def plan(self, request: Request, demand: Demand, budget_bytes: int) -> Plan:
@@ -227,23 +237,18 @@ class Planner:
         smallest: int,
     ) -> Plan | None:
         """The fastest plan of these sizes that fits, or on a GPU the first; None if none does."""
-        best: tuple[float, Plan] | None = None
-        for level in levels:
-            for lanes in demand.lanes:
-                expected = self._seconds(request, demand, level, lanes)
-                if best is not None and best[0] <= expected:
-                    continue
-                plan = self._prediction(request, demand, level, lanes)
-                spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
-                if spare < 0:
-                    continue
-                if level is levels[0] and request.layout == "budget":
-                    plan = self._with_spare(request, demand, level, plan, spare)
-                facts = {"budget_bytes": budget_bytes, "minimum_bytes": smallest}
-                best = expected, msgspec.structs.replace(plan, **facts)
-                if self.machine.device == "gpu":
-                    return best[1]
-        return None if best is None else best[1]
+        choices = [(level, lanes) for level in levels for lanes in demand.lanes]
+        if self.machine.device == "cpu":
+            choices.sort(key=lambda choice: self._seconds(request, demand, *choice))
+        for level, lanes in choices:
+            spare = int(MARGIN * budget_bytes) - self._peak(request, demand, level, lanes).nbytes
+            if spare < 0:
+                continue
+            plan = self.predict(request, demand, level, budget_bytes, smallest, lanes)
+            if level is levels[0] and request.layout == "budget":
+                plan = self._with_spare(request, demand, level, plan, spare)
+            return plan
+        return None
 
     def _seconds(self, request: Request, demand: Demand, sizes: Sizes, lanes: int) -> float:
         """The seconds that a row is predicted to take at given sizes."""
@@ -253,12 +258,19 @@ class Planner:
             self._known_seconds[key] = seconds(lowered, demand.backward, lanes)
         return self._known_seconds[key]
 
-    def _prediction(self, request: Request, demand: Demand, sizes: Sizes, lanes: int) -> Plan:
-        """The plan for given sizes, without a budget."""
+    def _peak(self, request: Request, demand: Demand, sizes: Sizes, lanes: int) -> _Peak:
+        """The predicted peak at given sizes."""
         key = (request, demand, sizes, lanes)
-        if key not in self._predicted:
-            self._predicted[key] = self.predict(request, demand, sizes, 0, 0, lanes)
-        return self._predicted[key]
+        if key not in self._peaks:
+            model = self.model(request, demand, sizes)
+            blocks = tuple(model.block(index, lanes) for index in range(len(model.lowered.blocks)))
+            held = held_by_allocator(self.machine, model, blocks, sizes.cache_bytes)
+            process = self._process_bytes(request, model)
+            nbytes = process + model.adapters.current + model.adapters.gradients
+            nbytes += model.weight_update_bytes + model.lowered.cached_bytes
+            nbytes += held.live_bytes + held.slack_bytes + held.cache_bytes
+            self._peaks[key] = _Peak(nbytes, process, held, blocks)
+        return self._peaks[key]
 
     def predict(
         self,
@@ -270,30 +282,26 @@ class Planner:
         lanes: int | None = None,
     ) -> Plan:
         """The plan for given sizes; `lanes` defaults to the fewest that the method accepts."""
-        model = self.model(request, demand, sizes)
-        lowered, manifest = model.lowered, self.manifest
         lanes = demand.lanes[-1] if lanes is None else lanes
-        blocks = tuple(model.block(index, lanes) for index in range(len(manifest.blocks)))
-        held = held_by_allocator(self.machine, model, blocks, sizes.cache_bytes)
-        adapters, gradients = model.adapter_bytes, model.gradient_bytes
+        peak = self._peak(request, demand, sizes, lanes)
+        model, held = self.model(request, demand, sizes), peak.held
+        lowered = model.lowered
         lanes, evaluation_lanes = _free_lanes(request, demand, model, lanes, held)
-        process = self._process_bytes(request, model)
-        fixed = process + adapters + gradients + model.weight_update_bytes + lowered.cached_bytes
         return Plan(
             budget_bytes=budget_bytes,
             limit_bytes=self.machine.limit_bytes,
-            predicted_peak_bytes=fixed + held.live_bytes + held.slack_bytes + held.cache_bytes,
+            predicted_peak_bytes=peak.nbytes,
             minimum_bytes=minimum_bytes,
-            process_bytes=process,
-            adapter_bytes=adapters,
-            gradient_bytes=gradients,
+            process_bytes=peak.process_bytes,
+            adapter_bytes=model.adapters.current,
+            gradient_bytes=model.adapters.gradients,
             weight_update_bytes=model.weight_update_bytes,
             live_bytes=held.live_bytes,
             slack_bytes=held.slack_bytes,
             cache_bytes=held.cache_bytes,
             mapped_value_bytes=model.mapped_value,
             value_bytes=model.largest_whole_value,
-            scratch_disk_bytes=_scratch_bytes(manifest, request, demand, model),
+            scratch_disk_bytes=_scratch_bytes(self.manifest, request, demand, model),
             bucket=request.bucket,
             rows=request.rows,
             accumulation=request.accumulation,
@@ -312,7 +320,7 @@ class Planner:
             kept_bytes=0,
             materialized_layers=0,
             materialized_bytes=0,
-            blocks=blocks,
+            blocks=peak.blocks,
             context=request.context,
             cached_bytes=lowered.cached_bytes,
             compute_dtype=self.machine.compute_dtype,
@@ -366,17 +374,19 @@ class Planner:
         return self._with(request, demand, level, made, kept, materialized, head)
 
     def model(self, request: Request, demand: Demand, sizes: Sizes) -> PeakModel:
-        """The model of bytes in use under given sizes."""
-        key = (request.bucket, sizes, request.context)
-        if self._lowered is None or self._lowered[0] != key:
-            self._lowered = None
-            machine = self.machine
-            lowered = lower(
-                *(self.manifest, request.bucket, sizes, machine.packed, request.context),
-                machine.compute_dtype,
-            )
-            self._lowered = (key, lowered)
-        return PeakModel(self.manifest, self._lowered[1], demand)
+        """The model of bytes in use under given sizes: the last one, if they run alike."""
+        ways, machine = (*sizes.ways, request.context), self.machine
+        if self._blocks[0] != ways:
+            self._blocks = ways, lower_blocks(self.manifest, sizes, request.context)
+        lowered = lower(
+            *(self.manifest, request.bucket, sizes, machine.packed, request.context),
+            machine.compute_dtype,
+            blocks=self._blocks[1],
+        )
+        last = self._model
+        if last is None or (last.lowered, last.demand) != (lowered, demand):
+            last = self._model = PeakModel(self.manifest, lowered, demand)
+        return last
 
     @property
     def _loads_weights(self) -> bool:
@@ -386,7 +396,7 @@ class Planner:
     def _process_bytes(self, request: Request, model: PeakModel) -> int:
         """Bytes of the process with its BLAS, opened graphs and prefetch thread."""
         blas = self.machine.blas
-        panel = min(blas.panel_bytes, model.execution.largest_tile_bytes())
+        panel = min(blas.panel_bytes, model.largest_tile_bytes)
         nbytes = self.machine.process_bytes
         if model.execution.by_onednn:  # the BLAS has one thread
             nbytes += panel + PRODUCTS_BYTES
@@ -462,7 +472,7 @@ class Planner:
     def _least(self, request: Request, demand: Demand) -> int:
         """The lowest peak of all levels, which need not be that of the smallest tiles."""
         return min(
-            self._prediction(request, demand, level, demand.lanes[-1]).predicted_peak_bytes
+            self._peak(request, demand, level, demand.lanes[-1]).nbytes
             for level in self._all_levels(request, demand)
             if level.slice_values in (0, NARROW[-1])
         )
@@ -515,7 +525,7 @@ class Planner:
     def _kept_bytes(self, model: PeakModel, plan: Plan, layers: int) -> int:
         """Bytes that so many layers add to the peak of a plan by keeping activations."""
         more = model.live_bytes_keeping(plan.blocks, layers) - plan.live_bytes
-        return with_kept(self.machine, more) if layers else 0
+        return with_kept(self.machine, model, more) if layers else 0
 
     def _with(
         self,
@@ -591,7 +601,7 @@ def _free_lanes(
     evaluation_lanes = lanes
     if demand.trains:
         most = max(EVALUATION_LANES, request.rows)
-        room = held.live_bytes + model.only_in_layers
+        room = held.live_bytes + model.adapters.only_in_layers
         evaluation_lanes = model.free_lanes(room, lanes, most)
     if demand.lanes_in_spare_memory:
         lanes = min(evaluation_lanes, demand.lanes_in_spare_memory)
@@ -605,7 +615,7 @@ def _scratch_bytes(manifest: Manifest, request: Request, demand: Demand, model: 
     """
     slots = len(manifest.blocks) if demand.slots is None else demand.slots
     row_bytes = request.bucket * manifest.widest * F32
-    trained = model.all_adapter_bytes if demand.trains else 0
+    trained = model.adapters.all if demand.trains else 0
     copies = 1 + demand.moments + demand.stores_gradients
     if demand.trains_weights:  # two slots for each block
         trained, copies = manifest.weights_nbytes, 2

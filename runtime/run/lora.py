@@ -137,6 +137,7 @@ def to_apply(adapter: Path | None, bundle: Bundle, note: Note | None = None) -> 
 
     Raises:
         BundleError: the adapter's configuration is damaged.
+        UsageError: it adapts an embedding in which layers look tokens up, too.
     """
     if adapter is None:
         return bundle.with_lora(msgspec.structs.replace(bundle.manifest.lora, targets=()))
@@ -145,6 +146,7 @@ def to_apply(adapter: Path | None, bundle: Bundle, note: Note | None = None) -> 
         lora = bundle.manifest.lora
         if note is not None:
             note(_without_configuration(str(adapter), lora))
+    _refuse_borrowed(lora, bundle.manifest)
     return bundle.with_lora(lora)
 
 
@@ -201,6 +203,7 @@ def _checked(lora: LoraSettings, manifest: Manifest) -> LoraSettings:
             f"--lora-dropout {lora.dropout:g} with --lora-targets {','.join(outside)}: PEFT and "
             "mlx-lm drop other values there, or none; give --lora-dropout 0, or other targets"
         )
+    _refuse_borrowed(lora, manifest)
     if not lora.targets:
         raise UsageError(
             "the bundle's default adapts no linear layer; give --lora-targets, of "
@@ -213,6 +216,15 @@ def _checked(lora: LoraSettings, manifest: Manifest) -> LoraSettings:
             f"{ALL_LAYERS} for all"
         )
     return msgspec.structs.replace(lora, layers=ALL_LAYERS) if lora.layers == count else lora
+
+
+def _refuse_borrowed(lora: LoraSettings, manifest: Manifest) -> None:
+    """Refuse an adapter of an embedding in which layers look tokens up, too: they would miss it."""
+    if names := [name for name in manifest.borrowed_names if lora.adapts(name, outside=True)]:
+        raise UsageError(
+            f"an adapter of {','.join(names)}: layers of this model look tokens up in this matrix "
+            "as well, where adapters are not supported; train with other --lora-targets"
+        )
 
 
 def _check_adapter(

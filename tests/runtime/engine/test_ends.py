@@ -40,6 +40,7 @@ from support.runs import (
 
 from runtime.core.errors import BundleError
 from runtime.engine.sample import Sample
+from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
@@ -193,3 +194,13 @@ def test_what_cannot_be_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
         ({"lora_targets": "embed_tokens", "method": "zo-act"}, "is not for zo-act"),
     ):
         refuses(2, said, *train_arguments(tied, run, 2, **options))
+
+
+def test_an_embedding_that_layers_read_as_well_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    """Gemma 4's layers would look tokens up without the adapter."""
+    bundle, target = tiny("gemma4"), "embed_tokens"
+    said = f"an adapter of {target}: layers of this model look tokens up in this matrix as well"
+    refuses(2, said, *train_arguments(bundle.path, tmp_path / "run", 2, lora_targets=target))
+    adapter = with_lora(bundle, targets=(target,))
+    Adapters.initial(adapter.manifest, 0).save(tmp_path)
+    refuses(2, said, "eval", bundle.path, "--data", "random:0", "--adapter", tmp_path)

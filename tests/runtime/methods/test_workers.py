@@ -25,6 +25,7 @@ from support.bundles import Rng, Tiny
 from support.estimators import OPTIONS, config_of, rows_of, started
 from support.exchange import NEEDS_MPI, in_turn, processes
 from support.lengths import at_length
+from support.lora import with_lora
 from support.models import Kept, adapters_of, agree, model_of, relative, row_of
 from support.pair_loss import PairLoss
 from support.plans import LINUX
@@ -296,11 +297,11 @@ def test_workers_add_up_the_gradients_of_one(
 
 
 def test_the_plan_counts_gradients_that_are_being_summed(tiny: Tiny) -> None:
-    """What a worker has sent of a layer, and the sum."""
-    manifest = tiny("qwen3").manifest
+    """What a worker has sent of a layer, or of a head with an adapter of its own, and the sum."""
+    manifest = with_lora(tiny("llama"), targets=("q_proj", "lm_head")).manifest
     largest = max(
         sum(4 * a * b for a, b in manifest.adapter_shapes(block).values())
-        for block in manifest.layers
+        for block in manifest.blocks
     )
     for method, more in (("mebp", 2 * largest), ("mezo", 0)):
         one, several = (

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -17,14 +18,22 @@ from support.lora import with_lora
 from support.models import LENGTHS, MIXERS, adapters_of, each_family, model_of
 from support.plans import Task, demand_of, peak_model_of, task_of
 
+from runtime.arrays.values import Loras
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
+from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import StepDropout
+from runtime.methods.noise import Noise
+from runtime.methods.zeroth.estimator import Point
+from runtime.methods.zeroth.mezo import TwoPoint
+from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.values import F32
 from runtime.plan.block_peaks import PeakModel
 from runtime.plan.lower import Sizes
 from runtime.plan.plan import Request
+from runtime.storage.activations import Activations
+from runtime.storage.scratch import MappedTensors
 
 # MLX allocates for up to ten operations ahead of those that have run, unless its memory limit is
 # reached, as in a run: here it always is. On shapes as small as these objects of a few bytes count.
@@ -149,7 +158,7 @@ def test_a_backward_pass_allocates_what_the_plan_says(
             del x, dy
             mx.eval(result)
             del result
-    gradients = max(peaks.block_adapter_bytes(block) for block in bundle.manifest.layers)
+    gradients = max(peaks.adapters.of(block) for block in bundle.manifest.layers)
     check(found, peaks, most_alive(peaks, 1) + gradients)
 
 
@@ -209,3 +218,33 @@ def test_where_rows_start_is_counted_for_every_lane(
         assert after.forward_bytes - before.forward_bytes == inside * lanes * bucket * 4
         added = inside * (method == "mebp") * bucket * 4
         assert after.backward_bytes - before.backward_bytes == added
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_perturbed_copies_of_an_embeddings_adapter_are_counted(
+    tiny: Tiny, seed: int, rng: Rng, family: str, tmp_path: Path
+) -> None:
+    """MeZO's two, the noise, and the values that they begin from."""
+    targets = ("q_proj", *tiny(family).manifest.outside_names)
+    bundle = with_lora(tiny(family), targets=targets, rank=256)
+    adapters = adapters_of(bundle, rng)
+    scratch = MappedTensors(tmp_path, "adapters", Adapters.shapes(bundle.manifest))
+    for name in scratch:
+        scratch[name] = adapters.tensors.pop(name)
+    model = model_of(bundle, 16)
+    method = ZerothOrder(
+        lambda tokens: model,
+        Adapters(bundle.manifest, scratch),
+        Activations(tmp_path, 1, 2, (1, 16, bundle.manifest.hidden_size)),
+        Noise(seed),
+        1e-3,
+        TwoPoint(),
+    )
+    points = sorted(method.estimator.points)
+    peaks = peak_model_of(bundle.manifest, task_of(16, "mezo"), Sizes(10_000, 16))
+    found = Allocated()
+    with found.watching():
+        copies: dict[Point, Loras] = {}
+        method._perturb(copies, bundle.manifest.blocks[0], 0, points)
+    expected = peaks.adapters.perturbing + peaks.adapters.only_in_layers
+    assert 0.9 * expected <= found.most <= expected + 1000  # random keys

@@ -114,7 +114,7 @@ def test_a_tile_is_counted_with_its_words_and_scales(
     there = Extent(0, 1, "float32", (1,))
     layout = "affine" if affine else "symmetric"
     matrix = Matrix(rows, columns, bits, group, layout, there, there, there if affine else None)
-    manifest = msgspec.structs.replace(tiny("qwen2").manifest, matrices={"one": matrix})
+    manifest = msgspec.structs.replace(tiny("qwen2").manifest, matrices={"one": matrix}, blocks=())
     for values, tile in ((1 << 30, rows), (20 * columns, 20)):  # whole, and fifths of it
         execution = lower(manifest, 32, Sizes(values, 16, 0), packed=False).execution
         assert execution.tile_rows == {"one": tile}
@@ -130,7 +130,7 @@ def test_a_float_tile_is_counted_with_what_it_is_converted_from(
 ) -> None:
     rows, columns = 96, 641
     matrix = Matrix(rows, columns, bits, 0, "float", Extent(0, 1, dtype, (1,)))
-    manifest = msgspec.structs.replace(tiny("qwen2").manifest, matrices={"one": matrix})
+    manifest = msgspec.structs.replace(tiny("qwen2").manifest, matrices={"one": matrix}, blocks=())
     for values, tile in ((1 << 30, rows), (20 * columns, 20)):  # whole, and fifths of it
         execution = lower(manifest, 32, Sizes(values, 16, 0), packed).execution
         assert execution.tile_rows == {"one": tile}
