@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -107,10 +108,11 @@ def model_classes(family: str, where: str = "config") -> tuple[Any, Any]:
     return module.Model, module.ModelArgs
 
 
-def module_names() -> list[str]:
+@cache
+def module_names() -> tuple[str, ...]:
     """The names of all modules under mlx_lm.models, and of our own beside them."""
     (folder,) = importlib.import_module("mlx_lm.models").__path__
-    return sorted({*(path.stem for path in Path(folder).glob("*.py")), *OWN})
+    return tuple(sorted({*(path.stem for path in Path(folder).glob("*.py")), *OWN}))
 
 
 def arguments_of(family: str) -> set[str]:
@@ -118,6 +120,7 @@ def arguments_of(family: str) -> set[str]:
     return set(_parameters(family))
 
 
+@cache
 def _parameters(family: str) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(model_classes(family)[1]).parameters
 
