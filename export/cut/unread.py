@@ -152,7 +152,7 @@ def _is_off(key: str, value: Any, settings: Mapping[str, Any], longest: int) -> 
     if key == LOCAL_BASE:
         return full
     if key == "partial_rotary_factor":
-        return bool(value == 1)
+        return bool(value == 1 or value * settings.get("head_dim", 0) == settings.get("rotary_dim"))
     heads = settings.get("num_attention_heads", 0)
     if key == "head_dim":  # of latent attention it is that of the part with positions
         turned = settings.get("qk_rope_head_dim")

@@ -46,9 +46,12 @@ _BESIDE_SCALING = ("llama_4_scaling_beta", "max_position_embeddings")
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
 LOCAL_BASE = "rope_local_base_freq"  # of layers with a window, which do not scale positions
-_POSITIVE = re.compile("(eps|epsilon|rope_theta|base_freq|attn_scalar)$")
+_POSITIVE = re.compile("(eps|epsilon|^rope_theta|base_freq|attn_scalar)$")
 _MAX_LAYERS = 1024
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+_SIZES = {
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim"),
+}
 _UNBOUNDED = "time_step_limit"  # of state spaces
 _FEW = 8  # columns of the arrays that stand for tensors where there are experts
 _MOST_PARTS = 4096  # of which a tensor is joined: not if every other row is taken
