@@ -87,11 +87,11 @@ def _export(
     progress: Progress,
     make_engine: MakeEngine | None,
 ) -> Bundle:
-    check_lengths(checkpoint.family, checkpoint.config, config.seq_lens)
+    check_lengths(checkpoint.config, config.seq_lens)
     device = set_device(config.device)
     cut = cut_model(checkpoint.family, checkpoint.config)
     source = str(checkpoint.provenance["name"])
-    refuse_unread(checkpoint.family, checkpoint.config, checkpoint.given, source)
+    refuse_unread(checkpoint.family, checkpoint.config, checkpoint.given, source, config.seq_lens)
     config.lora.check_targets(linear_names(cut, outside=True), expert_names(cut))
     stored, copied = stored_forms(config, checkpoint, cut)
     _check_space(config, checkpoint, writer, stored)

@@ -9,7 +9,7 @@ refused even so: classes were found that pass over them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,15 +17,16 @@ import mlx.core as mx
 from export.cut.tape import Tape
 from export.cut.taps import Taps
 from export.cut.trace import trace
-from export.sources.families import build_model, has_list
+from export.sources.families import build_model
 from export.sources.general import (
+    LOCAL_BASE,
     arguments_of,
     default_settings,
     is_neutral_name,
     known_name,
     settings_of,
 )
-from export.sources.settings import neutral_settings
+from export.sources.settings import neutral_settings, used_settings
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import BundleError
 
@@ -34,6 +35,7 @@ _PROBLEMS = (
     *(TypeError, ValueError),
 )
 PROBE = 17  # tokens: more than the windows that are tried
+_PATTERN = "_sliding_window_pattern"  # transformers writes it, but reads the other
 # sizes of tensors, which the checkpoint's own shapes and names confirm, and the lengths
 _SIZES = {
     *("model_type", "num_hidden_layers", "max_position_embeddings", "tie_word_embeddings"),
@@ -43,58 +45,77 @@ _SIZES = {
     *("original_max_position_embeddings", "quantization", "quantization_config", IN_CONFIG),
     *("block_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_auto_adjust_ff_dim"),
 }
-# settings that a class reads otherwise than transformers, as the order of queries, keys and values
-_OTHERWISE = {"gpt_bigcode": {"multi_query": False}}
+# settings that mlx-lm's classes read otherwise than transformers, which has some in its base of all
+# types, to the values with which both compute the same
+_OTHERWISE: dict[str, tuple[Any, ...]] = {
+    "is_causal": (None, True),
+    "per_layer_config": (None, {}),
+    "rope_traditional": (None, False),
+}
+_OF_FAMILY = {"gpt_bigcode": {"multi_query": (None, True)}}  # the order of queries, keys and values
+_WINDOWS = re.compile("window|layer_types")  # settings that transformers' class has to know
+_CHANGES_LAYERS = re.compile("rotary|model_base")  # for which defaults have been passed over
 
 
 def refuse_unread(
-    family: str, config: dict[str, Any], given: Mapping[str, Any], where: str
+    family: str,
+    config: dict[str, Any],
+    given: Mapping[str, Any],
+    where: str,
+    lengths: Sequence[int] = (),
 ) -> None:
     """Raise BundleError for settings that mlx-lm's class does not read and that are not off.
 
     Args:
         family, config: what the model is built from.
-        given: the original configuration; of a family whose settings are listed, nothing is tried.
+        given: the original configuration.
         where: the checkpoint, for messages.
+        lengths: of the longest sequences; a window that is as wide is off.
     """
-    if found := unread(family, config, given, where):
+    if found := unread(family, config, given, where, lengths):
         said = ", ".join(f"{key} = {value!r:.60}" for key, value in found.items())
         raise BundleError(
             f"{where}: {said}: mlx-lm's {family} does not compute with it; if the original model "
-            "computes without it, delete it there" + _way_out(found, given)
+            "computes without it, delete it there" + _way_out(found, given, lengths)
         )
 
 
 def unread(
-    family: str, config: dict[str, Any], given: Mapping[str, Any], where: str
+    family: str,
+    config: dict[str, Any],
+    given: Mapping[str, Any],
+    where: str,
+    lengths: Sequence[int] = (),
 ) -> dict[str, Any]:
     """The settings that `refuse_unread` refuses, with their values."""
     model_type = given.get("model_type")
-    if model_type is None or has_list(family, model_type):
+    if model_type is None:
         return {}
     defaults = default_settings(model_type, family)
     settings = settings_of(dict(given), family, where)
-    known = arguments_of(family)
+    known, told = arguments_of(family), given.keys() - used_settings(family, model_type)
+    longest = max((settings.get("max_position_embeddings") or 0, *lengths))
     before = ""
-    wrong = _OTHERWISE.get(family, {})
-    found: dict[str, Any] = {key: v for key, v in wrong.items() if settings.get(key) == v}
+    alike = _OTHERWISE | _OF_FAMILY.get(family, {})
+    found = {key: settings[key] for key in alike if settings.get(key) not in alike[key]}
     for key, value in settings.items():
         if "softcap" in key and value is None and (defaults or {}).get(key) is not None:
             found[key] = value  # classes cap with their own number, then
-        if _is_neutral(key) or _is_off(key, value, settings):
+        if key in told or _is_neutral(key) or _is_off(key, value, settings, longest):
+            continue
+        if key == _PATTERN and (given.get("layer_types") or value == settings.get(_PATTERN[1:])):
+            continue
+        is_window = _WINDOWS.search(key)
+        is_default = defaults is not None and defaults.get(key) == value
+        if is_default and not is_window and not _CHANGES_LAYERS.search(key):
             continue
         own = known_name(key, known)
-        if defaults is not None and key not in defaults and own not in known:
-            continue  # of which the checkpoint's reader has told
-        if own in known or key in config:
+        is_known = own in known or key in config
+        if is_known and not (is_window and defaults is not None and key not in defaults):
             before = before or _checked(family, config, where)
             if _traced(family, {**config, own: another_value(key, value)}) != before:
                 continue
-        changes_layers = re.search(
-            "window|rotary|model_base", key
-        )  # for which defaults have been passed over
-        if defaults is None or changes_layers or defaults.get(key) != value:
-            found[key] = value
+        found[key] = value
     return found
 
 
@@ -106,39 +127,45 @@ def _is_neutral(key: str) -> bool:
     return key.endswith(sizes) and not re.search("window|chunk", key)
 
 
-def _way_out(found: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+def _way_out(found: Mapping[str, Any], given: Mapping[str, Any], lengths: Sequence[int]) -> str:
     if not any("window" in key for key in found):
         return ""
+    longest = given.get("max_position_embeddings")
+    beyond = f" and --seq-lens (now {max(lengths)})" if lengths else ""
     return (
         "; or, to train on sequences within the window, set max_position_embeddings (now "
-        f"{given.get('max_position_embeddings')}) to at most its width"
+        f"{longest}){beyond} to at most its width"
     )
 
 
-def _is_off(key: str, value: Any, settings: Mapping[str, Any]) -> bool:
-    """Whether a setting says that something is not done."""
+def _is_off(key: str, value: Any, settings: Mapping[str, Any], longest: int) -> bool:
+    """Whether a setting says that something is not done to sequences of at most so many tokens."""
     if value in (None, False, 0, {}, []):
         return True
     types = settings.get("layer_types")
     full = isinstance(types, list) and {*types} == {"full_attention"}
-    longest = settings.get("max_position_embeddings")
+    full = full or settings.get(_PATTERN[1:]) == 1
+    wide = _is_wide(settings.get("sliding_window"), longest)
     if key == "layer_types":
         alike = isinstance(types, list) and {*types} <= {"full_attention", "sliding_attention"}
-        return full or (alike and _is_wide(settings.get("sliding_window"), longest))
+        return full or (alike and wide)
+    if key == LOCAL_BASE:
+        return full
     if key == "partial_rotary_factor":
-        return bool(value == 1)
+        return bool(value == 1 or value * settings.get("head_dim", 0) == settings.get("rotary_dim"))
     heads = settings.get("num_attention_heads", 0)
     if key == "head_dim":  # of latent attention it is that of the part with positions
         turned = settings.get("qk_rope_head_dim")
         return bool(value * heads == settings.get("hidden_size") or value == turned)
     if "window" in key:
-        return full or _is_wide(value, longest) or settings.get("use_sliding_window") is False
+        off = settings.get("use_sliding_window") is False
+        return full or off or wide or _is_wide(value, longest)
     return False
 
 
-def _is_wide(window: Any, longest: Any) -> bool:
-    """Whether a window is as wide as the longest sequence."""
-    return type(window) is int and type(longest) is int and window >= longest
+def _is_wide(window: Any, longest: int) -> bool:
+    """Whether a window is as wide as the longest sequence, whose length may be unknown."""
+    return type(window) is int and 0 < longest <= window
 
 
 def another_value(key: str, value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gguf import GGUFWriter, RopeScalingType
 
-from export.sources.families import completed_config, has_list, normalise_config
+from export.sources.families import completed_config, normalise_config
 from export.sources.general import is_neutral_name
 from export.sources.gguf_config import (
     GEMMA_27B_LAYERS,
@@ -92,8 +92,6 @@ def check_metadata(writer: GGUFWriter, family: str, config: dict[str, Any]) -> N
     Raises:
         UsageError: a setting is another one there, since the file cannot say it.
     """
-    if has_list(family, family):
-        return  # whose settings are refused one by one
     entries = {key: entry.value for key, entry in writer.kv_data[0].items()}
     raw = read_config(_Announced(entries, writer.tensors[0]), family)
     again = normalise_config(raw, family, not raw["tie_word_embeddings"])

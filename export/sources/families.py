@@ -14,26 +14,15 @@ from typing import Any
 
 from export.sources.general import (
     arguments_of,
-    check_sizes,
-    flat,
-    is_finite,
     model_class,
     model_classes,
     model_module,
     normalised,
-    settings_class,
     text_family,
     text_settings,
 )
-from export.sources.rope import ORIGINAL_LENGTH, checked_scaling, install, turn_part
-from export.sources.windows import (
-    FULL,
-    SLIDING,
-    check_windows,
-    layer_types,
-    unlike_full,
-    window_of,
-)
+from export.sources.rope import ORIGINAL_LENGTH, install, turn_part
+from export.sources.windows import layer_types
 from runtime.core.errors import BundleError, UsageError
 
 TEXT_TYPES = {"qwen3_5_text": "qwen3_5"}  # whose module has the text model's class too
@@ -61,27 +50,6 @@ _OF_MLX_LM = {
 
 # the weight with which a norm scales by 1, where it is not 1: Gemma multiplies by 1 + w
 NORM_NEUTRAL = dict.fromkeys(("gemma", "gemma2", "gemma3_text", "nemotron"), 0.0)
-
-_LISTED = ("qwen2", "qwen3", "llama", "gemma3_text")  # families whose settings are listed
-# settings for which their classes may know transformers' default alone
-_AS_BY_DEFAULT = (
-    *("hidden_act", "hidden_activation", "attention_bias", "use_bidirectional_attention"),
-    *("attn_logit_softcapping", "final_logit_softcapping"),
-)
-_OF_ALL: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (None, 1),
-    "rope_traditional": (None, False),  # mlx-lm's: turns neighbours, and no halves
-    "is_causal": (None, True),
-    "per_layer_config": (None, {}),  # other settings for some layers, as transformers 5 reads them
-}
-# settings for which mlx-lm has another default than transformers, in places
-_LEFT_OUT = (
-    *("num_attention_heads", "head_dim", "vocab_size", "use_sliding_window", "max_window_layers"),
-    *("max_position_embeddings", "rms_norm_eps", "query_pre_attn_scalar", "hidden_size"),
-    *("intermediate_size", "num_hidden_layers"),
-)
-_MEANS_NONE = ("num_key_value_heads", "sliding_window")  # null there is no other way to leave out
-_NUMBERS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")
 
 
 def check_architecture(raw: dict[str, Any], where: str) -> str:
@@ -114,69 +82,11 @@ def normalise_config(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict
     Returns the configuration; its "model_type" is the family. Raises BundleError for an
     architecture or a setting that is not supported.
     """
-    try:
-        return _normalise(raw, where, has_lm_head)
-    except (TypeError, ValueError, AttributeError) as e:  # a value of an unexpected type
-        raise BundleError(f"{where}: the configuration cannot be understood: {e}") from e
-
-
-def _normalise(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict[str, Any]:
     family = check_architecture(raw, where)
-    config = text_config(raw, where)
-    if not has_list(family, config["model_type"]):
-        return normalised(config, family, where, has_lm_head)
-    for key, value in _left_out(family).items():
-        if key not in config or (config[key] is None and key not in _MEANS_NONE):
-            config[key] = value
-    config["model_type"] = family
-    if wrong := [f"{key} is {value}" for key, value in config.items() if not is_finite(value)]:
-        raise BundleError(f"{where}: {wrong[0]:.80}, not a finite number")
-    check_sizes(config, where, config.get("num_hidden_layers"))
-    check_windows(family, config, where)
-    if family == "gemma3_text":
-        _gemma_rope(config, where)
-    config = flat(config, family, where)
-    if config["rope_scaling"] is None:
-        del config["rope_scaling"]
-    fixed = fixed_settings(family)
-    if family == "qwen2":  # whose class does not read it
-        fixed["head_dim"] = (None, config["hidden_size"] // config["num_attention_heads"])
-    for key, allowed in fixed.items():
-        if config.get(key) not in allowed:
-            raise BundleError(
-                f"{where}: {key} = {config[key]!r} is not supported for {family}; supported is "
-                f"{' or '.join(repr(value) for value in allowed if value is not None) or 'none'}"
-            )
-    if config.get("num_key_value_heads") is None:
-        config["num_key_value_heads"] = config["num_attention_heads"]
-    if has_lm_head or config.get("tie_word_embeddings") is None:
-        config["tie_word_embeddings"] = not has_lm_head
-    for key in _NUMBERS:
-        if key in config and (type(config[key]) not in (int, float) or config[key] <= 0):
-            raise BundleError(f"{where}: {key} must be a positive number, is {config[key]!r:.40}")
-    return config
-
-
-def has_list(family: str, model_type: str) -> bool:
-    """Whether the settings of a model type are listed here, and not found by tracing."""
-    return family in _LISTED and model_type == family
-
-
-def fixed_settings(family: str) -> dict[str, tuple[Any, ...]]:
-    """Of a family with a list: the settings of which its class knows but these values."""
-    known, theirs = arguments_of(family), settings_class(family)
-    fixed = [key for key in _AS_BY_DEFAULT if key not in known and hasattr(theirs, key)]
-    return {**{key: (None, getattr(theirs, key)) for key in fixed}, **_OF_ALL}
-
-
-def _left_out(family: str) -> dict[str, Any]:
-    """What transformers takes where a configuration of a family leaves a setting out."""
-    theirs = settings_class(family)
-    bases = theirs.default_theta
-    bases = bases if isinstance(bases, dict) else {"global": bases}
-    found = {key: getattr(theirs, key, None) for key in (*_LEFT_OUT, *_MEANS_NONE)}
-    found |= {"rope_theta": bases["global"], "rope_local_base_freq": bases.get("local")}
-    return {key: value for key, value in found.items() if value is not None}
+    try:
+        return normalised(text_config(raw, where), family, where, has_lm_head)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as e:  # a value of another type
+        raise BundleError(f"{where}: the configuration cannot be understood: {e}") from e
 
 
 def completed_config(family: str, config: dict[str, Any], where: str = "config") -> dict[str, Any]:
@@ -322,48 +232,20 @@ def text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
     return text | {key: raw[key] for key in ("vocab_size", "tie_word_embeddings") if key in raw}
 
 
-def check_lengths(family: str, config: dict[str, Any], lengths: Sequence[int]) -> None:
+def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
     """Raise UsageError for lengths at which a normalised configuration would compute otherwise.
 
-    Two settings are accepted because no sequence is longer than max_position_embeddings: windows
-    that are as wide, and longrope within its original length.
+    That is longrope beyond its original length: a bundle's graphs hold its short factors alone.
     """
-    scaling, whole = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    scaling = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     limits = {}
-    if whole.get("llama_4_scaling_beta"):  # counts positions, which go on in packed rows
-        limits[f"llama_4_scaling_beta with {ORIGINAL_LENGTH}"] = whole[ORIGINAL_LENGTH]
-    if family in _LISTED and scaling.get("short_factor") != scaling.get("long_factor"):
+    if scaling.get("llama_4_scaling_beta"):  # counts positions, which go on in packed rows
+        limits[f"llama_4_scaling_beta with {ORIGINAL_LENGTH}"] = scaling[ORIGINAL_LENGTH]
+    if scaling.get("short_factor") != scaling.get("long_factor"):
         limits[f"longrope with {ORIGINAL_LENGTH}"] = scaling[ORIGINAL_LENGTH]
-    has_windows = family == "gemma3_text" or (family == "llama" and config.get("layer_types"))
-    if family in _LISTED and not has_windows and unlike_full(config):
-        limits["sliding_window"] = window_of(config)
     for name, longest in limits.items():
         if max(lengths) > longest:
             raise UsageError(
                 f"seq_lens has {max(lengths)} tokens, but {name} = {longest} can be computed up to "
                 f"that length alone; give --seq-lens of at most {longest}"
             )
-
-
-def _gemma_rope(config: dict[str, Any], where: str) -> None:
-    """Set "rope_scaling" for the global layers, and "rope_local_base_freq", the others' base.
-
-    transformers 5 has both in "rope_parameters", by type of layer, and a "rope_scaling" is of the
-    global ones. Raises BundleError for settings that it reads for no layer, or otherwise.
-    """
-    nested, scaling = config.pop("rope_parameters", None) or {}, config.get("rope_scaling") or {}
-    whole, local = {**(nested.get(FULL) or {}), **scaling}, nested.get(SLIDING) or {}
-    wrong = [str(key) for key, value in nested.items() if key not in (FULL, SLIDING) and value]
-    if not whole.get("truncate", True):
-        wrong.append(f"truncate = {whole['truncate']!r} in {FULL}")
-    if local and checked_scaling(local, config, where) is not None:
-        wrong.append(f"a scaling in {SLIDING}")
-    if wrong:
-        raise BundleError(
-            f"{where}: rope_parameters has {', '.join(wrong)}, which transformers does not read "
-            f"there for gemma3_text, or which is not supported; delete it, or put it into {FULL}"
-        )
-    config.pop(ORIGINAL_LENGTH, None)  # counts inside of a scaling alone
-    config["rope_scaling"] = whole
-    if local.get("rope_theta") is not None:
-        config["rope_local_base_freq"] = local["rope_theta"]

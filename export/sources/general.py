@@ -13,7 +13,8 @@ import io
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -22,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from export.sources.rope import checked_scaling
+from export.sources.rope import ORIGINAL_LENGTH, checked_scaling
 from export.sources.source import turned
-from export.sources.windows import FULL, pattern_of
+from export.sources.windows import FULL, SLIDING, pattern_of
 from runtime.core.errors import BundleError
 
 # names that mlx-lm's classes have for the same setting, the first of which is transformers'
@@ -44,7 +45,14 @@ _SAME = (
 _BESIDE_SCALING = ("llama_4_scaling_beta", "max_position_embeddings")
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
+LOCAL_BASE = "rope_local_base_freq"  # of layers with a window, which do not scale positions
+_POSITIVE = re.compile("(eps|epsilon|^rope_theta|base_freq|attn_scalar)$")
 _MAX_LAYERS = 1024
+_SIZES = {
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim"),
+}
+_UNBOUNDED = "time_step_limit"  # of state spaces
 _FEW = 8  # columns of the arrays that stand for tensors where there are experts
 _MOST_PARTS = 4096  # of which a tensor is joined: not if every other row is taken
 # what is kept although mlx-lm's class may not take it
@@ -103,10 +111,11 @@ def model_classes(family: str, where: str = "config") -> tuple[Any, Any]:
     return module.Model, module.ModelArgs
 
 
-def module_names() -> list[str]:
+@cache
+def module_names() -> tuple[str, ...]:
     """The names of all modules under mlx_lm.models, and of our own beside them."""
     (folder,) = importlib.import_module("mlx_lm.models").__path__
-    return sorted({*(path.stem for path in Path(folder).glob("*.py")), *OWN})
+    return tuple(sorted({*(path.stem for path in Path(folder).glob("*.py")), *OWN}))
 
 
 def arguments_of(family: str) -> set[str]:
@@ -114,6 +123,7 @@ def arguments_of(family: str) -> set[str]:
     return set(_parameters(family))
 
 
+@cache
 def _parameters(family: str) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(model_classes(family)[1]).parameters
 
@@ -128,10 +138,12 @@ def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
 
     if raw["model_type"] not in transformers.CONFIG_MAPPING:
         return None
-    said = transformers.logging.get_verbosity()
+    said, kind = transformers.logging.get_verbosity(), settings_class(raw["model_type"])
     transformers.logging.set_verbosity_error()
+    needed = {field.name for field in fields(kind) if "None" not in str(field.type)}
+    stated = {key: value for key, value in raw.items() if value is not None or key not in needed}
     try:
-        whole = settings_class(raw["model_type"]).from_dict(_decoded(raw))
+        whole = kind.from_dict(_decoded(stated))
         made: dict[str, Any] = whole.to_dict()
     except (StrictDataclassError, LookupError) as e:
         raise ValueError(f"transformers refuses it: {e}") from e
@@ -145,6 +157,9 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
+        for key in _LAYERS:  # before transformers lists them
+            if type(value.get(key)) is int and value[key] > _MAX_LAYERS:
+                raise ValueError(f"{key} must be from 1 to {_MAX_LAYERS}, is {value[key]}")
         return {key: _decoded(inner) for key, inner in value.items()}
     return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 
@@ -227,7 +242,8 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
             f"{where}: mlx-lm's {family} has no class of its own for the text model inside, which "
             "is not supported"
         )
-    check_sizes({key: full.get(key) for key in ("vocab_size", "hidden_size")}, where, layers)
+    defaults = default_settings(str(raw.get("model_type")), family) or {}
+    _check_numbers({**dict.fromkeys(defaults), **full}, defaults, layers, where)
     config = {
         key: value
         for key, value in full.items()
@@ -237,7 +253,6 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
     config |= _others_needed(family, config, full)
     if "n_positions" in full:
         config.setdefault("max_position_embeddings", full["n_positions"])
-    defaults = default_settings(str(raw.get("model_type")), family) or {}
     if defaults.get(_TURNED[0]) is not None and _TURNED[0] in full:
         config.setdefault(_TURNED[0], full[_TURNED[0]])  # computed even where the class does not
     for key in defaults.keys() - config.keys() - known - _OTHERWISE:  # which transformers reads
@@ -248,16 +263,23 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
     return {**config, "model_type": family, "num_hidden_layers": layers}
 
 
-def check_sizes(config: Mapping[str, Any], where: str, layers: object) -> None:
-    """Raise BundleError for sizes of a configuration, or a number of layers, that make no sense."""
+def _check_numbers(
+    full: Mapping[str, Any], defaults: Mapping[str, Any], layers: object, where: str
+) -> None:
+    """Raise BundleError for sizes of a configuration, and other numbers, that make no sense."""
     if type(layers) is not int or not 1 <= layers <= _MAX_LAYERS:
         raise BundleError(
             f"{where}: num_hidden_layers must be from 1 to {_MAX_LAYERS}, is {layers!r:.40}"
         )
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
-        value = config.get(key, 1)
-        if value is not None and (type(value) is not int or value < 1):
+    for key, value in full.items():
+        if value is None and defaults.get(key) is None:
+            continue
+        if key in _SIZES and (type(value) is not int or value < 1):
             raise BundleError(f"{where}: {key} must be a positive integer, is {value!r:.40}")
+        if _POSITIVE.search(key) and (type(value) not in (int, float) or value <= 0):
+            raise BundleError(f"{where}: {key} must be a positive number, is {value!r:.40}")
+        if not is_finite(value) and key != _UNBOUNDED:
+            raise BundleError(f"{where}: {key} is {value!r:.80}, not a finite number")
 
 
 def settings_class(model_type: str) -> Any:
@@ -307,7 +329,7 @@ def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     if "global_head_dim" in known:
         full |= _of_gemma4(full, where)
     nested = full.get("rope_parameters") or {}
-    scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, family, where)
+    scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, full, family, where)
     base_alone = {*nested} <= {"rope_theta", "rope_type"} and "rope_theta" in known
     by_type = any(isinstance(value, dict) for value in nested.values())
     nests = "rope_parameters" in known and not by_type  # those of each type of layer stay apart
@@ -338,6 +360,8 @@ def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     if words := _LAYER_NAMES.get(family):
         full["layer_types"] = [words.get(one, one) for one in full.get("layer_types") or []]
         full["position_embedding_type"] = full.get("position_embedding_type") or "nope"
+    if SLIDING in (full.get("layer_types") or ()):
+        _check_window(full.get("sliding_window"), where)
     if "layer_types" not in known and "sliding_window_pattern" in known and full.get("layer_types"):
         written = str(_parameters(family)["sliding_window_pattern"].annotation)
         full["sliding_window_pattern"] = pattern_of(
@@ -383,22 +407,45 @@ def _interval_of(types: list[str], where: str) -> int:
     return interval
 
 
-def _one_scope(nested: dict[str, Any], family: str, where: str) -> dict[str, Any]:
+def _check_window(window: object, where: str) -> None:
+    if type(window) is not int or window < 1:
+        raise BundleError(
+            f"{where}: sliding_window must be a positive integer where layer_types has {SLIDING}, "
+            f"is {window!r:.40}"
+        )
+
+
+def _one_scope(
+    nested: dict[str, Any], full: dict[str, Any], family: str, where: str
+) -> dict[str, Any]:
     """The settings of rotary positions, which may be given by type of layer."""
     by_type = {key: value for key, value in nested.items() if isinstance(value, dict)}
-    if not by_type or "rope_parameters" in arguments_of(family):
+    known = arguments_of(family)
+    if not by_type or "rope_parameters" in known:
         return {
             key: value
             for key, value in nested.items()
             if key not in by_type and not key.startswith("mrope_")  # of images
         }
     scope = dict(by_type.get(FULL) or next(iter(by_type.values())))
+    full.pop(ORIGINAL_LENGTH, None)  # which transformers does not read beside these
     plain = {"rope_type": "default", "rope_theta": scope.get("rope_theta")}
     alike = (scope, plain) if family in _SCALES_FULL_ALONE else (scope,)
-    if any(other not in alike for other in by_type.values()):
+    if LOCAL_BASE in known:
+        full[LOCAL_BASE] = by_type.get(SLIDING, scope).get("rope_theta")
+        alike = ({**plain, "rope_theta": full[LOCAL_BASE]},)
+    if unlike := [key for key, value in by_type.items() if key != FULL and value not in alike]:
         raise BundleError(
-            f"{where}: rope_parameters differ between {' and '.join(sorted(by_type))}, which is "
+            f"{where}: rope_parameters of {' and '.join(unlike)} differ from {FULL}'s, which is "
             "not supported for this architecture"
+        )
+    wrong = [key for key, value in nested.items() if value and key not in by_type]
+    if not scope.get("truncate", True):
+        wrong.append(f"truncate = {scope['truncate']!r}")
+    if wrong:
+        raise BundleError(
+            f"{where}: rope_parameters has {', '.join(wrong)}, which transformers does not read "
+            f"where they are given by type of layer; delete it, or put it into {FULL}"
         )
     return scope
 

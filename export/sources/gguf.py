@@ -80,7 +80,7 @@ class GGUFCheckpoint(Checkpoint):
                 "split as GPT-2 does, which may give other tokens than the model learnt; convert "
                 "the model again with a newer llama.cpp"
             )
-        self.warnings = warnings
+        self.warnings, self.given = warnings, raw
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         values = self._file.rows(self._stored[name], self._index(name, start, stop))

@@ -52,7 +52,7 @@ _TOLD_BY = {
     "blk.0.attn_output.bias": ("attention_out_bias", "use_bias"),
     "blk.0.ffn_up.bias": ("mlp_bias",),
 }
-_LISTED = ("llama", "qwen2", "qwen3", "gemma3")  # whose settings `families` lists
+_ALIKE = ("qwen2", "qwen3", "gemma3")  # with biases, or without, in every model
 _CONVOLUTION = "conv"  # a type of layer
 GEMMA_27B_LAYERS = 62  # the one size whose attention is not scaled by its head dimension
 
@@ -150,7 +150,7 @@ def _config(entries: _Metadata) -> dict[str, Any]:
     }
     if (scaling := _rope_scaling(entries, head_dim)) is not None:
         config["rope_scaling"] = scaling
-    if arch == "llama" or arch not in _LISTED:
+    if arch not in _ALIKE:
         for tensor, names in _TOLD_BY.items():
             config |= dict.fromkeys(names, tensor in file.tensors)
     if arch in _PARTIAL:
@@ -164,7 +164,7 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         }
     elif window := get("attention.sliding_window", 0):
         config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
-        if arch not in _LISTED and window < config["max_position_embeddings"]:
+        if window < config["max_position_embeddings"]:
             raise BundleError(
                 f"{entries.where}: {arch}.attention.sliding_window = {window} is not supported; to "
                 "train on sequences within it, set context_length to at most its width"

@@ -17,7 +17,6 @@ from export.sources.families import (
     build_model,
     check_architecture,
     expected_shapes,
-    has_list,
     normalise_config,
     parameter_shapes,
     text_config,
@@ -85,7 +84,7 @@ class HFCheckpoint(Checkpoint):
                 f"{first_names(others)}"
             )
         own_head = f"{_HEAD}.weight" in self._tensors
-        if own_head and _says_tied(raw, text, family):
+        if own_head and _says_tied(raw, text):
             own_head = self._head_differs()
             if own_head:
                 warnings.append(
@@ -126,7 +125,7 @@ class HFCheckpoint(Checkpoint):
             provenance[INSIDE] = text["model_type"]
         if renamed:
             provenance[RENAMED] = renamed
-        if digests := checked(config.pop(IN_CONFIG, []), where):
+        if digests := checked(text.get(IN_CONFIG, raw.get(IN_CONFIG, [])), where):
             provenance["fused"] = {"adapters": digests}
         super().__init__(family, config, provenance, expected)
         self.warnings, self.given = warnings, text
@@ -203,12 +202,12 @@ class HFCheckpoint(Checkpoint):
         return shapes
 
 
-def _says_tied(raw: dict[str, Any], text: dict[str, Any], family: str) -> bool:
+def _says_tied(raw: dict[str, Any], text: dict[str, Any]) -> bool:
     """Whether a configuration ties the embedding and the output matrix; by default as elsewhere."""
     tied = raw.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    if tied is None and not has_list(family, text["model_type"]):
+    if tied is None:
         tied = (completed({"model_type": raw["model_type"]}) or {}).get("tie_word_embeddings")
-    return family == "gemma3_text" if tied is None else bool(tied)
+    return bool(tied)
 
 
 def _refuse_others(folder: Path) -> None:

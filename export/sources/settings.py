@@ -1,36 +1,21 @@
-"""Which settings of a config.json are used, and which compute nothing; others are said or refused.
-
-The third list, of settings that must have a neutral value, is `fixed_settings` of families.py.
-"""
+"""Which settings of a config.json are used, or compute nothing; others are said or refused."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from export.sources.families import fixed_settings, has_list, text_config
-from export.sources.general import arguments_of, completed, default_settings, is_neutral_name
+from export.sources.families import text_config
+from export.sources.general import arguments_of, completed, is_neutral_name
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import BundleError
 
-# families use all of these, and some use more
+# of any type
 _USED = """
 model_type hidden_size num_hidden_layers intermediate_size rms_norm_eps num_attention_heads
 num_key_value_heads head_dim vocab_size max_position_embeddings tie_word_embeddings rope_theta
 rope_scaling rope_parameters quantization quantization_config
 """
-_QWEN = """
-use_sliding_window sliding_window max_window_layers layer_types original_max_position_embeddings
-"""
-_MORE_USED = {
-    "qwen2": _QWEN,
-    "qwen3": _QWEN,
-    "llama": "attention_bias mlp_bias layer_types sliding_window original_max_position_embeddings",
-    "gemma3_text": """
-        query_pre_attn_scalar sliding_window layer_types rope_local_base_freq
-        sliding_window_pattern _sliding_window_pattern
-    """,
-}
 # why they do not change what the model computes: the settings
 _NEUTRAL = {
     "names and versions": """
@@ -73,13 +58,11 @@ _COMPUTES = re.compile(
 def used_settings(family: str, model_type: str | None = None) -> set[str]:
     """The settings that a family's model is computed with.
 
-    Of a type without a list of its own they are those that mlx-lm's class takes, and those of
-    transformers' class, whose values `export.cut.unread` checks.
+    Those are what mlx-lm's class takes, and transformers' class, whose values `export.cut.unread`
+    checks.
     """
-    if has_list(family, model_type or family):
-        return {*_USED.split(), *_MORE_USED[family].split(), IN_CONFIG}
-    defaults = default_settings(model_type or family, family) or {}
-    return {*_USED.split(), *arguments_of(family), *defaults, IN_CONFIG}
+    theirs = completed({"model_type": model_type or family}) or {}
+    return {*_USED.split(), *arguments_of(family), *theirs, IN_CONFIG}
 
 
 def neutral_settings() -> set[str]:
@@ -105,11 +88,8 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
     text = text_config(raw, where)
     model_type = str(text.get("model_type", raw["model_type"]))
     known = used_settings(family, model_type) | neutral_settings()
-    if has_list(family, model_type):
-        unknown = _others(text, known | fixed_settings(family).keys())
-    else:
-        unknown = _others(text, known)
-        unknown = {key: value for key, value in unknown.items() if not is_neutral_name(key)}
+    unknown = _others(text, known)
+    unknown = {key: value for key, value in unknown.items() if not is_neutral_name(key)}
     if model_type != raw["model_type"]:
         around = {*WRAPPER_USED, *neutral_in_wrapper(), IN_CONFIG}
         if raw["model_type"] != "gemma3":  # whose settings are listed here

@@ -17,11 +17,12 @@ _MOST = 4096  # experts of a layer
 # parts of names that transformers (5.24) changes as it loads the checkpoints of a family
 _LOADED_AS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "exaone": (
-        ("transformer.h.", "model.layers."),
+        *(("transformer.h.", "model.layers."), ("transformer.wte", "model.embed_tokens")),
         *((".attn.attention.out_", ".self_attn.o_"), (".attn.attention.", ".self_attn.")),
         *((".c_fc_0", ".gate_proj"), (".c_fc_1", ".up_proj"), (".mlp.c_proj", ".mlp.down_proj")),
     ),
-    "granitemoe": ((".router.layer", ".router"),),
+    "gpt_neox": (("embed_out", "lm_head"),),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid"), ((".router.layer", ".router"),)),
     **dict.fromkeys(("minimax", "mixtral"), ((".block_sparse_moe.", ".mlp."),)),
 }
 
@@ -67,16 +68,21 @@ def elsewhere(
 
     `rows` are those of our modules' matrices. For `what` and the errors see `origins_in`.
     """
-    origins, renames = origins_in(provenance, what), _LOADED_AS.get(family, ())
+    origins = origins_in(provenance, what)
     found: dict[str, list[tuple[str, Origin]]] = {}
     for own, count in rows.items():
         name = f"{own}{WEIGHT}"
         for part in origins.get(name, (Origin(name, 0, count, count),)):
-            module = part.name.removesuffix(WEIGHT)
-            for old, new in renames:
-                module = module.replace(old, new)
+            module = loaded_as(family, part.name.removesuffix(WEIGHT))
             found.setdefault(own, []).append((module, part))
     return found
+
+
+def loaded_as(family: str, module: str) -> str:
+    """The name that transformers has for a module of a checkpoint."""
+    for old, new in _LOADED_AS.get(family, ()):
+        module = module.replace(old, new)
+    return module
 
 
 def together(origins: list[Origin]) -> list[Origin]:

@@ -96,8 +96,13 @@ def own_name(stored: str) -> str:
 
 
 def is_base(stored: str) -> bool:
-    """Whether a tensor is an adapted module's own weight, which is the bundle's here."""
+    """Whether a tensor is an adapted module's own weight."""
     return stored.endswith(_BASE)
+
+
+def base_module(stored: str) -> str:
+    """The module's name, by transformers, of such a tensor."""
+    return inner_name(unwrapped(stored).removeprefix(_OUTER).removesuffix(_BASE))
 
 
 def is_stored_name(name: str) -> bool:

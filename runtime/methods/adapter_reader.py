@@ -6,7 +6,6 @@ Ours and mlx-lm's are `adapters.safetensors`, PEFT's `adapter_model.safetensors`
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -204,7 +203,8 @@ class AdapterTensors:
         self._pieces: dict[str, list[Piece]] = {}
         self._stored: dict[str, str] = {}
         self.shapes: dict[str, Shape] = {}
-        names = sorted(itertools.filterfalse(peft.is_base, file.keys()))
+        self.base = sorted(filter(peft.is_base, file.keys()))  # see `base_weights`
+        names = sorted({*file.keys()} - {*self.base})
         if towers := [name for name in names if is_of_tower(name)]:
             raise BundleError(
                 f"{path}: {len(towers)} of its {len(names)} tensors adapt what sees or hears, such "

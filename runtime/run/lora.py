@@ -20,6 +20,7 @@ from runtime.config.shared import USUAL_PREFIX, StepConfig
 from runtime.core.errors import UsageError
 from runtime.core.notes import Note, warning
 from runtime.methods.adapters import lora_of
+from runtime.methods.base_weights import check_base_weights
 
 C = TypeVar("C", bound=StepConfig)
 FLAGS = {
@@ -45,6 +46,7 @@ def to_train(config: C, bundle: Bundle, note: Note | None = None) -> tuple[C, Bu
     adapter = None
     if config.adapter is not None and (config.trainable or manifest.trainable) != "full":
         adapter = lora_of(Path(config.adapter), manifest)
+        check_base_weights(Path(config.adapter), bundle)
     config = replace(config, trainable=config.trainable or _trainable(config, adapter, manifest))
     if config.trains_prefix:
         return _with_prefix(config, bundle, adapter)
@@ -142,6 +144,7 @@ def to_apply(adapter: Path | None, bundle: Bundle, note: Note | None = None) -> 
     if adapter is None:
         return bundle.with_lora(msgspec.structs.replace(bundle.manifest.lora, targets=()))
     lora = lora_of(adapter, bundle.manifest)
+    check_base_weights(adapter, bundle)
     if lora is None:
         lora = bundle.manifest.lora
         if note is not None:

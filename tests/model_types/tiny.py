@@ -9,7 +9,7 @@ from typing import Any
 from mlx_lm.utils import MODEL_REMAPPING
 
 from export.cut.unread import another_value
-from export.sources.families import TEXT_TYPES, check_architecture, has_list, text_config
+from export.sources.families import TEXT_TYPES, check_architecture, text_config
 from export.sources.general import (
     arguments_of,
     completed,
@@ -242,10 +242,8 @@ def tiny(model_type: str, **changes: Any) -> Settings:
 
 
 def changes(model_type: str) -> Iterator[Settings]:
-    """Settings of a type, each with another value than by default; listed ones have own tests."""
+    """Settings of a type, each with another value than by default."""
     family, model_type = family_of(model_type), text_type(model_type)
-    if has_list(family, model_type):
-        return
     base = tiny(model_type)
     settings = {**(default_settings(model_type, family) or {}), **base}
     for key in sorted(settings.keys() & arguments_of(family) - {*SIZES, *ALWAYS}):

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from model_types.tiny import family_of
 from model_types.tiny import tiny as tiny_settings
 from oracles.whole_model import dense_model
 from safetensors.numpy import load_file
@@ -19,6 +20,7 @@ from support.checkpoints import Arrays, weights_of, write_folder
 from support.fusing import fused_model, silent
 from support.lora import with_lora
 from support.models import Rng, adapters_of
+from support.peers import run_script
 from support.random_types import random_bundle
 from support.runs import here
 
@@ -27,8 +29,10 @@ from export.adapters.elsewhere import terms_elsewhere
 from export.bundle import export_bundle
 from export.fused.checkpoint import write_checkpoint
 from export.sources.families import transformers_config
+from export.sources.general import model_class
 from export.sources.random import PRESETS
-from runtime.adapters.origins import RENAMED
+from export.sources.verified import is_verified, tried_types
+from runtime.adapters.origins import RENAMED, loaded_as
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, UsageError
@@ -121,6 +125,24 @@ def test_what_is_added_is_added_to_the_same_rows(tmp_path: Path, rng: Rng, famil
     assert config["fan_in_fan_out"] == (family == "gpt2")
     assert bool(config["rank_pattern"]) == (family == "granitemoehybrid")
     check_same(read_again(bundle, out), adapters)
+
+
+@pytest.mark.slow
+def test_modules_have_the_names_with_which_transformers_loads_them(tmp_path: Path) -> None:
+    settings = {name: tiny_settings(name) for name in filter(is_verified, tried_types())}
+    settings = {n: s for n, s in settings.items() if "text_config" not in s and model_class(n)}
+    settings["with experts"] = tiny_settings("granitemoehybrid", num_local_experts=EXPERTS)
+    (tmp_path / "types.json").write_text(json.dumps(settings))
+    run_script(("torch", "transformers"), "renamed.py", tmp_path / "types.json")
+    names = json.loads((tmp_path / "types.out.json").read_bytes())
+    assert names.keys() == settings.keys()
+    changed = set()
+    for name, tensors in names.items():
+        family = family_of(settings[name]["model_type"])
+        for stored, theirs in tensors.items():
+            assert loaded_as(family, stored) == theirs, name
+            changed |= {family} if stored != theirs else set()
+    assert changed >= {"exaone", "gpt_neox", "granitemoe", "granitemoehybrid", "mixtral"}
 
 
 def with_origins(manifest: Manifest, origins: object) -> Manifest:

@@ -12,19 +12,15 @@ import numpy as np
 import pytest
 from support.checkpoints import weights_of, whole
 from support.gguf_files import write_gguf, write_with
+from support.models import FAMILIES
 
-from export.sources.families import build_model, has_list
+from export.sources.families import build_model
 from export.sources.gguf_config import llama3_factors
 from export.sources.gguf_keys import FIXED, NEUTRAL, USED
 from export.sources.open import open_checkpoint
-from export.sources.random import PRESETS
 from runtime.core.errors import BundleError
 
-NAMED = [  # those that llama.cpp's names are known for
-    name
-    for name, raw in PRESETS.items()
-    if name.startswith("tiny-") and has_list(raw["model_type"], raw["model_type"])
-]
+NAMED = [f"tiny-{family}" for family in FAMILIES]
 ZEROS = np.zeros((128, 128), np.float32)
 
 

@@ -10,6 +10,7 @@ import pytest
 from support.rotary import Rng, settings_of
 from transformers import LlamaConfig, modeling_rope_utils
 
+from export.cut.unread import refuse_unread
 from export.sources.families import build_model, normalise_config
 from export.sources.random import PRESETS
 from export.sources.rope import SETTINGS
@@ -83,9 +84,9 @@ def test_positions_are_those_of_transformers(
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "depend on the length of the sequence"),
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3}, "with beta_fast"),
-        ({"rope_type": "default", "mrope_section": [1, 1]}, "with mrope_section"),
+        ({"rope_type": "default", "beta_fast": 3}, "with beta_fast"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-        ({"rope_type": "llama3", "factor": 2.0}, "needs low_freq_factor, high_freq_factor"),
+        ({"rope_type": "llama3", "factor": 2.0}, "Missing required keys .*low_freq_factor"),
         (
             {
                 "rope_type": "longrope",
@@ -100,7 +101,7 @@ def test_positions_are_those_of_transformers(
 def test_what_cannot_be_computed_is_named(scaling: dict[str, Any], message: str) -> None:
     raw = {**PRESETS["tiny-llama"], "max_position_embeddings": 2048, "rope_scaling": scaling}
     with pytest.raises(BundleError, match=message):
-        normalise_config(raw, "x", has_lm_head=True)
+        refuse_unread("llama", normalise_config(raw, "x", has_lm_head=True), raw, "x")
 
 
 def test_a_base_beside_the_scaling_counts() -> None:

@@ -23,6 +23,7 @@ from support.peers import ANY_LLAMA, run_script
 from support.rotary import Rng, settings_of, some
 
 from export.bundle import export_bundle
+from export.cut.unread import refuse_unread
 from export.sources.families import (
     NORM_NEUTRAL,
     check_lengths,
@@ -375,32 +376,36 @@ def cases(family: str) -> tuple[dict[str, Settings], dict[str, Settings]]:
 
 @each_family
 def test_each_setting_is_read_or_refused_by_name(family: str) -> None:
-    def read(changes: Settings) -> None:
+    def read(changes: Settings, traced: bool) -> None:
         raw = configured(PRESETS[f"tiny-{family}"], changes)
         config = normalise_config(raw, "x", has_lm_head=False)
-        assert not unknown_settings(config["model_type"], raw, "x") or changes.keys() & LENGTH
+        unknown = unknown_settings(config["model_type"], raw, "x")
+        if traced:
+            refuse_unread(config["model_type"], config, raw, "x")
+        assert not unknown or changes.keys() & LENGTH
 
     computed, refused = cases(family)
-    for changes in computed.values():
-        read(changes)
+    for name, changes in computed.items():
+        read(changes, traced=name in OWN[family][0])
     for name, changes in refused.items():
         with pytest.raises(BundleError, match=refusal(changes)) as caught:
-            read(changes)
+            read(changes, traced=True)
         print(f"{family} | {name} | {caught.value}")
 
 
 SHORT = {"max_position_embeddings": 64}
-WITHIN: dict[str, tuple[str, str, Settings]] = {  # family, the setting at fault
-    "longrope": (
-        *("llama", "original_max_position_embeddings = 64"),
-        longropes(32)[0]["longrope below its length"],
-    ),
+FAR = (
+    "original_max_position_embeddings = 64 can be computed up to .*; give --seq-lens of at most 64"
+)
+WIDE = r"sliding_window = {}.* or, to .*\(now 64\) and --seq-lens \(now 81\) to at most its width"
+WITHIN: dict[str, tuple[str, str, Settings]] = {  # family, what is said
+    "longrope": ("llama", FAR, longropes(32)[0]["longrope below its length"]),
     "a window by type": (
-        *("qwen3", "sliding_window = 64"),
+        *("qwen3", WIDE.format(64)),
         {**SHORT, "use_sliding_window": True, "sliding_window": 64, "layer_types": BOTH},
     ),
     "a wider window": (
-        *("llama", "sliding_window = 80"),
+        *("llama", WIDE.format(80)),
         {**SHORT, "sliding_window": 80, "layer_types": BOTH},
     ),
 }
@@ -410,16 +415,17 @@ WITHIN: dict[str, tuple[str, str, Settings]] = {  # family, the setting at fault
 def test_lengths_at_which_a_setting_computes_otherwise_are_refused(
     tmp_path: Path, rng: Rng, name: str
 ) -> None:
-    family, fault, changes = WITHIN[name]
+    family, said, changes = WITHIN[name]
     raw = configured(PRESETS[f"tiny-{family}"], changes)
     config = normalise_config(raw, "x", has_lm_head=False)
-    check_lengths(family, config, (16, 64))
+    check_lengths(config, (16, 64))
+    refuse_unread(config["model_type"], config, raw, "x", (16, 64))
     write_model(tmp_path, raw, rng)
-    with pytest.raises(UsageError, match=f"81 tokens, but .*{fault} .* give --seq-lens of at most"):
+    with pytest.raises((UsageError, BundleError), match=said):
         export_bundle(settings(tmp_path, tmp_path / "b", seq_lens=(64, 81)))
     assert not (tmp_path / "b").exists()
     plain = normalise_config(PRESETS[f"tiny-{family}"] | SHORT, "x", has_lm_head=False)
-    check_lengths(family, plain, (1024,))
+    check_lengths(plain, (1024,))
 
 
 @pytest.mark.slow

@@ -38,12 +38,14 @@ from support.runs import (
     train_arguments,
 )
 
+from export.fused.model import FusedCheckpoint
 from runtime.core.errors import BundleError
 from runtime.engine.sample import Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.run.lora import to_apply
 from runtime.storage.activations import Activations
 
 ENDS: dict[str, tuple[str, ...]] = {
@@ -136,9 +138,19 @@ def test_what_others_read_is_the_same(
     tensors = load_file(out / "adapter_model.safetensors")
     head = "base_model.model.lm_head.lora_A.weight"
     if tied:  # PEFT also saves the weights themselves, and its users may tie nothing
-        tensors["base_model.model.lm_head.base_layer.weight"] = np.zeros((3, 3), np.float32)
+        with FusedCheckpoint(bundle, {}) as model:
+            own = model.rows("model.embed_tokens.weight", 0, bundle.manifest.vocab_size)
+        tensors["base_model.model.lm_head.base_layer.weight"] = own * np.float32(1.001)
         save_file(tensors, out / "adapter_model.safetensors")
         check_same(read_again(bundle, out), adapters)
+        to_apply(out, bundle)
+        grown = tensors | {"base_model.model.model.embed_tokens.base_layer.weight": own[:-1]}
+        other = tensors | {"base_model.model.lm_head.base_layer.weight": own.copy()}
+        other["base_model.model.lm_head.base_layer.weight"][[3, 5]] = 1
+        for spoilt, said in ((grown, "the model itself, and the bundle has"), (other, "2 of its")):
+            save_file(spoilt, out / "adapter_model.safetensors")
+            with pytest.raises(BundleError, match=f"base_layer.weight is .*{said}.* merge it"):
+                to_apply(out, bundle)
         tensors[head] = tensors[head] * 2
         save_file(tensors, out / "adapter_model.safetensors")
         with pytest.raises(BundleError, match="ensure_weight_tying=True"):
