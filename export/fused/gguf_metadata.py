@@ -7,17 +7,17 @@ from typing import Any
 
 from gguf import GGUFWriter, RopeScalingType
 
-from export.sources.families import completed_config, has_list, normalise_config
+from export.sources.families import completed_config, normalise_config
 from export.sources.general import is_neutral_name
 from export.sources.gguf_config import (
-    GEMMA_27B_LAYERS,
+    WINDOWED,
     as_stated,
     entries_of,
     llama3_factors,
     read_config,
 )
 from export.sources.settings import neutral_settings
-from export.sources.windows import unlike_full
+from export.sources.windows import FULL, SLIDING, layer_types, unlike_full
 from export.stored import F32
 from runtime.core.errors import UsageError
 
@@ -34,6 +34,7 @@ _NOT_COMPARED = {
     ),
 }
 _YARN = {"rope_type", "type", "factor", "original_max_position_embeddings"}
+_USUAL = {"beta_fast": 32, "beta_slow": 1, "truncate": True}  # what llama.cpp has
 
 
 def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_size: int) -> None:
@@ -58,21 +59,27 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
     writer.add_value_length(head_dim)
     part = config.get("partial_rotary_factor")
     writer.add_rope_dimension_count(int(head_dim * (1 if part is None else part)))
-    for key, name in entries_of(writer.arch).items():
+    for key, name in entries_of(family).items():
+        if config[name] is None:
+            raise _refusal(name, None, "a number")
         add = writer.add_float32 if isinstance(config[name], float) else writer.add_uint32
         add(f"{writer.arch}.{key}", config[name])
     if "rope_theta" in config:
         writer.add_rope_freq_base(float(config["rope_theta"]))
     _add_rope_scaling(writer, family, config)
-    if family == "gemma3_text":
-        scale = hidden // heads if config["num_hidden_layers"] == GEMMA_27B_LAYERS else head_dim
-        if config["query_pre_attn_scalar"] != scale:
-            raise _refusal("query_pre_attn_scalar", config["query_pre_attn_scalar"], str(scale))
-        writer.add_sliding_window(config["sliding_window"])
-        writer.add_sliding_window_pattern(config["sliding_window_pattern"])
+    if "rope_local_base_freq" in config:
         writer.add_rope_freq_base_swa(float(config["rope_local_base_freq"]))
-    elif "sliding_attention" in (config.get("layer_types") or ()):
-        raise _refusal("layer_types", "sliding_attention", "full_attention in every layer")
+    types = config.get("layer_types") or ()
+    if family in WINDOWED:
+        writer.add_sliding_window(config["sliding_window"])
+        periods = range(1, len(types) + 2)
+        period = next((n for n in periods if layer_types(n, len(types)) == types), 0)
+        if not period:
+            writer.add_sliding_window_pattern([kind == SLIDING for kind in types])
+        elif period != WINDOWED[family][1]:  # which not all of llama.cpp's versions read
+            writer.add_sliding_window_pattern(period)
+    elif SLIDING in types:
+        raise _refusal("layer_types", SLIDING, f"{FULL} in every layer")
 
 
 @dataclass(frozen=True)
@@ -92,8 +99,6 @@ def check_metadata(writer: GGUFWriter, family: str, config: dict[str, Any]) -> N
     Raises:
         UsageError: a setting is another one there, since the file cannot say it.
     """
-    if has_list(family, family):
-        return  # whose settings are refused one by one
     entries = {key: entry.value for key, entry in writer.kv_data[0].items()}
     raw = read_config(_Announced(entries, writer.tensors[0]), family)
     again = normalise_config(raw, family, not raw["tie_word_embeddings"])
@@ -129,8 +134,10 @@ def _add_rope_scaling(writer: GGUFWriter, family: str, config: dict[str, Any]) -
         return
     if kind not in ("linear", "yarn"):
         raise _refusal("rope_scaling", kind, "linear, yarn, or llama3 for Llama")
-    if more := sorted(set(scaling) - _YARN):
-        raise _refusal("rope_scaling", f"{kind} with {', '.join(more)}", "without these")
+    others = {key: value for key, value in scaling.items() if key not in _YARN}
+    if more := {key: value for key, value in others.items() if _USUAL.get(key) != value}:
+        said = ", ".join(f"{key} {value}" for key, value in sorted(more.items()))
+        raise _refusal("rope_scaling", f"{kind} with {said}", "without these")
     writer.add_rope_scaling_type(RopeScalingType(kind))
     writer.add_rope_scaling_factor(float(scaling["factor"]))
     if kind == "yarn":

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,17 +41,16 @@ class GGUFCheckpoint(Checkpoint):
         self._file = GGUFFile(path)
         meta = self._file.metadata
         raw = read_config(self._file, str(path))
-        arch = str(meta["general.architecture"])
         if meta.get("split.count", 1) not in (0, 1):
             raise BundleError(
                 f"{path}: one of {meta['split.count']} parts; join them first with "
                 "llama-gguf-split --merge"
             )
-        unknown = unknown_metadata(meta, arch, str(path))
+        unknown = unknown_metadata(meta, raw["model_type"], str(path))
         config = normalise_config(raw, str(path), "output.weight" in self._file.tensors)
         family = str(config["model_type"])
         expected = expected_shapes(family, config, str(path))
-        self._stored = _stored_names(self._file, arch, config["num_hidden_layers"], expected)
+        self._stored = _stored_names(self._file, raw, expected)
         for name, stored in self._stored.items():
             self._file.tensors[stored] = _flat(self._file.tensors[stored], expected.get(name, ()))
         shapes = {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
@@ -61,7 +61,7 @@ class GGUFCheckpoint(Checkpoint):
         provenance = {
             "kind": "gguf",
             "name": str(meta.get("general.name", path.stem)),
-            "architecture": arch,
+            "architecture": str(meta["general.architecture"]),
             "files": [{"name": path.name, "bytes": self._file.bytes}],
             "types": {type_.name: count for type_, count in sorted(types.items())},
         }
@@ -133,16 +133,16 @@ def _flat(tensor: GGUFTensor, expected: tuple[int, ...]) -> GGUFTensor:
 
 
 def _stored_names(
-    file: GGUFFile, arch: str, layers: int, expected: Iterable[str]
+    file: GGUFFile, config: dict[str, Any], expected: Iterable[str]
 ) -> dict[str, str]:
     """mlx-lm's name -> the file's, for all tensors of the file, but for a RoPE table that is used.
 
     A tensor that the model does not have is listed by the file's name, to be refused by it.
     """
-    name_of = tensor_names(arch, layers)
+    name_of = tensor_names(config["model_type"], config["num_hidden_layers"])
     stored = {name: name_of(name) for name in expected}
     present = {name: own for name, own in stored.items() if own is not None and own in file.tensors}
-    table = {ROPE_FREQS} if has_rope_table(file, arch) else set()
+    table = {ROPE_FREQS} if has_rope_table(file) else set()
     others = file.tensors.keys() - set(present.values()) - table
     return {**present, **{name: name for name in sorted(others)}}
 

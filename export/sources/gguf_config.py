@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from export.sources.general import settings_class
-from export.sources.gguf_names import ARCHITECTURES
+from export.sources.gguf_names import ARCHITECTURES, family_of
+from export.sources.windows import FULL, SLIDING, layer_types
 from export.stored import F32
 from runtime.core.errors import BundleError
 
@@ -20,46 +21,58 @@ _HEAD_DIMS = (
     *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
     *("rope.dimension_count", "rope.dimension_count_swa"),
 )
-_PARTIAL = (
-    "glm4",
-    "phi3",
-    "nemotron",
-    "stablelm",
-)  # architectures that may turn a part of each head
-# an architecture's entries beside the sizes -> transformers' names of the settings
+_PARTIAL = ("glm4", "phi3", "nemotron", "stablelm")  # families that may turn a part of each head
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_LOCAL = {**_EXPERTS, "expert_count": "num_local_experts"}
+_SCALES = {
+    **{"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"},
+    **{"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"},
+}
+_OWN_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
+# a family's entries beside the sizes -> transformers' names of the settings
 _OTHERS = {
-    "granite": {
-        **{"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"},
-        **{"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"},
+    **dict.fromkeys(("granite", "granitemoehybrid"), _SCALES),
+    "granitemoe": _SCALES | _LOCAL,
+    **{"mixtral": _LOCAL, "olmoe": _EXPERTS},
+    "gpt_oss": {**_LOCAL, "expert_feed_forward_length": "intermediate_size"},
+    "qwen3_moe": _EXPERTS | _OWN_WIDTH,
+    "qwen2_moe": {
+        **_EXPERTS,
+        **_OWN_WIDTH,
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     },
-    "command-r": {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
+    "gemma2": {
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    "cohere": {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
     "starcoder2": {"attention.layer_norm_epsilon": "norm_epsilon"},
     "gpt2": {"attention.layer_norm_epsilon": "layer_norm_epsilon"},
     "lfm2": {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
     "exaone": {"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
     "nemotron": {"attention.layer_norm_epsilon": "norm_eps"},
     "stablelm": {"attention.layer_norm_epsilon": "layer_norm_eps"},
-    "qwen3moe": {
-        **{"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
-        "expert_feed_forward_length": "moe_intermediate_size",
-    },
 }
-# what llama.cpp computes in any case, where transformers has a setting for it
-_ALWAYS = {"qwen3moe": {"norm_topk_prob": True}}
+# whether the weights of a token's experts are divided by their sum, of which files say nothing
+_NORMED = {"qwen3_moe": True, "qwen2_moe": False, "olmoe": False}
 # a tensor -> the settings that are on if a file has it
 _TOLD_BY = {
-    "blk.0.attn_q.bias": ("attention_bias",),
+    "blk.0.attn_q.bias": ("attention_bias", "qkv_bias"),
     "blk.0.attn_output.bias": ("attention_out_bias", "use_bias"),
     "blk.0.ffn_up.bias": ("mlp_bias",),
 }
-_LISTED = ("llama", "qwen2", "qwen3", "gemma3")  # whose settings `families` lists
+_LISTED = ("llama", "qwen2", "qwen3", "gemma3_text")  # whose settings `families` lists
 _CONVOLUTION = "conv"  # a type of layer
-GEMMA_27B_LAYERS = 62  # the one size whose attention is not scaled by its head dimension
+# the one size of each whose attention is not scaled by its head dimension
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
+_LOCAL_BASE = {"gemma3_text": 1e4}  # the base of positions in its layers with windows
+# families with windows -> the width without an entry, and one in how many layers has none
+WINDOWED = {"gemma2": (4096, 2), "gemma3_text": (0, 6), "gpt_oss": (0, 2)}
 
 
-def entries_of(arch: str) -> dict[str, str]:
-    """An architecture's entries for numbers beside the sizes, with transformers' names of these."""
-    others = _OTHERS.get(arch, {})
+def entries_of(family: str) -> dict[str, str]:
+    """A family's entries for numbers beside the sizes, with transformers' names of these."""
+    others = _OTHERS.get(family, {})
     has_epsilon = any("epsilon" in key for key in others)
     return others if has_epsilon else {**others, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 
@@ -91,6 +104,8 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
         width = int(stated["block_ffn_dim_multiplier"] * int(2 * stated["intermediate_size"] / 3))
         width = -(-width // part) * part
         stated |= {"intermediate_size": width, "block_auto_adjust_ff_dim": False}
+    if pattern := stated.get("sliding_window_pattern"):
+        stated["layer_types"] = layer_types(pattern, stated["num_hidden_layers"])
     if _CONVOLUTION in (types := stated.get("layer_types") or ()):
         heads = stated["num_key_value_heads"]
         stated["num_key_value_heads"] = [heads * (kind != _CONVOLUTION) for kind in types]
@@ -102,14 +117,15 @@ def read_config(file: Described, where: str) -> dict[str, Any]:
 
     Raises BundleError for another architecture, or metadata that is missing or makes no sense.
     """
-    arch = file.metadata.get("general.architecture")
-    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+    family = family_of(file.metadata)
+    if family is None:
+        arch = file.metadata.get("general.architecture")
         raise BundleError(
             f"{where}: architecture {arch!r} is not supported; "
-            f"supported are {', '.join(sorted(ARCHITECTURES))}"
+            f"supported are {', '.join(sorted({*ARCHITECTURES.values()}))}"
         )
     try:
-        return _config(_Metadata(file, arch, where))
+        return _config(_Metadata(file, family, where))
     except (TypeError, ValueError) as e:  # a value of another type than it has to be
         raise BundleError(f"{where}: the metadata cannot be understood: {e}") from e
 
@@ -119,8 +135,13 @@ class _Metadata:
     """The entries of a file about its architecture, by keys without the architecture's name."""
 
     file: Described
-    arch: str
+    family: str
     where: str
+
+    @property
+    def arch(self) -> str:
+        """The architecture, with which the keys begin."""
+        return ARCHITECTURES[self.family]
 
     def get(self, key: str, default: Any = None) -> Any:
         """An entry. Raises BundleError if it is missing and has no default."""
@@ -129,20 +150,27 @@ class _Metadata:
             raise BundleError(f"{self.where}: metadata {self.arch}.{key} is missing")
         return value
 
+    def refusal(self, key: str, value: object, way_out: str) -> BundleError:
+        """The error for an entry with a value that is not computed."""
+        return BundleError(
+            f"{self.where}: {self.arch}.{key} = {value!r} is not supported; {way_out}"
+        )
+
 
 def _config(entries: _Metadata) -> dict[str, Any]:
-    file, arch, get = entries.file, entries.arch, entries.get
+    file, family, get = entries.file, entries.family, entries.get
     hidden, heads, kv_heads = _widths(entries)
-    head_dim = _head_dim(entries, hidden // heads)
+    head_dim, layers = _head_dim(entries, hidden // heads), get("block_count")
+    defaults = _defaults(entries, head_dim)
     config: dict[str, Any] = {
-        "model_type": ARCHITECTURES[arch],
+        "model_type": family,
         "hidden_size": hidden,
-        "num_hidden_layers": get("block_count"),
+        "num_hidden_layers": layers,
         "intermediate_size": get("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        **{name: _number(get(key)) for key, name in entries_of(arch).items()},
+        **{name: _number(get(k, defaults.get(k))) for k, name in entries_of(family).items()},
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": get("context_length"),
         "rope_theta": float(get("rope.freq_base", 1e4)),
@@ -150,29 +178,38 @@ def _config(entries: _Metadata) -> dict[str, Any]:
     }
     if (scaling := _rope_scaling(entries, head_dim)) is not None:
         config["rope_scaling"] = scaling
-    if arch == "llama" or arch not in _LISTED:
+    elif family not in _LISTED:  # transformers scales some families' by default
+        config["rope_scaling"] = {"rope_type": "default"}
+    if family == "llama" or family not in _LISTED:
         for tensor, names in _TOLD_BY.items():
             config |= dict.fromkeys(names, tensor in file.tensors)
-    if arch in _PARTIAL:
+    if family in _PARTIAL:
         config["partial_rotary_factor"] = get("rope.dimension_count", head_dim) / head_dim
-    if arch == "gemma3":
-        large = config["num_hidden_layers"] == GEMMA_27B_LAYERS
-        config |= {
-            "query_pre_attn_scalar": hidden // heads if large else head_dim,
-            "rope_local_base_freq": float(get("rope.freq_base_swa", 1e4)),
-            **_gemma_windows(entries),
-        }
+    if family in _GEMMA_27B_LAYERS:
+        large = layers == _GEMMA_27B_LAYERS[family]
+        config["query_pre_attn_scalar"] = hidden // heads if large else head_dim
+    base = float(get("rope.freq_base_swa", _LOCAL_BASE.get(family, config["rope_theta"])))
+    if family in _LOCAL_BASE:
+        config["rope_local_base_freq"] = base
+    elif base != config["rope_theta"]:
+        raise entries.refusal("rope.freq_base_swa", base, "the base of all layers must be one")
+    if not get("rope.scaling.finetuned", True) and "granite" in family:
+        raise entries.refusal("rope.scaling.finetuned", False, "each layer must have positions")
+    if family in WINDOWED:
+        config |= _windows(entries, layers)
     elif window := get("attention.sliding_window", 0):
         config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
-        if arch not in _LISTED and window < config["max_position_embeddings"]:
-            raise BundleError(
-                f"{entries.where}: {arch}.attention.sliding_window = {window} is not supported; to "
-                "train on sequences within it, set context_length to at most its width"
+        if family not in _LISTED and window < config["max_position_embeddings"]:
+            raise entries.refusal(
+                "attention.sliding_window",
+                window,
+                "to train on sequences within it, set context_length to at most its width",
             )
-    config |= _ALWAYS.get(arch, {})
-    if arch == "lfm2":  # says the heads of each layer, none for convolutions
+    if family in _NORMED:
+        config["norm_topk_prob"] = _NORMED[family]
+    if family == "lfm2":  # says the heads of each layer, none for convolutions
         heads_of = np.ravel(get("attention.head_count_kv")).tolist()
-        types = [_CONVOLUTION if not heads else "full_attention" for heads in heads_of]
+        types = [_CONVOLUTION if not heads else FULL for heads in heads_of]
         config |= {"layer_types": types, "block_auto_adjust_ff_dim": False}
     for key in ("bos_token_id", "eos_token_id"):
         if f"tokenizer.ggml.{key}" in file.metadata:
@@ -185,23 +222,34 @@ def _number(value: float) -> float | int:
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
-def _gemma_windows(entries: _Metadata) -> dict[str, Any]:
+def _defaults(entries: _Metadata, head_dim: int) -> dict[str, float]:
+    """What llama.cpp takes where a file lacks one of these entries."""
+    width, get = entries.get("feed_forward_length"), entries.get
+    return {
+        **{"embedding_scale": 1.0, "residual_scale": 1.0, "attention.scale": head_dim**-0.5},
+        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        "expert_feed_forward_length": width // max(1, get("expert_used_count", 1)),
+        "expert_shared_feed_forward_length": width,
+    }
+
+
+def _windows(entries: _Metadata, layers: int) -> dict[str, Any]:
     """Which layers see only so many tokens, as llama.cpp reads it: none without a window."""
-    window = entries.get("attention.sliding_window", 0)
-    if not window:
-        return {"sliding_window_pattern": 1}
-    pattern = entries.get("attention.sliding_window_pattern", 6)
-    if isinstance(pattern, np.ndarray):  # a value for each layer
-        types = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-        return {"sliding_window": window, "layer_types": types}
-    return {"sliding_window": window, "sliding_window_pattern": pattern}
+    width, period = WINDOWED[entries.family]
+    window = entries.get("attention.sliding_window", width)
+    pattern = entries.get("attention.sliding_window_pattern", period) if window else 1
+    if isinstance(pattern, int):
+        types = layer_types(pattern or layers + 1, layers)
+    else:  # a value for each layer
+        types = [SLIDING if slides else FULL for slides in pattern]
+    return {"layer_types": types, **({"sliding_window": window} if window else {})}
 
 
 def _widths(entries: _Metadata) -> tuple[int, int, int]:
     """The width of the hidden state, the heads of queries, and those of keys and values."""
     hidden, heads = entries.get("embedding_length"), entries.get("attention.head_count")
     kv_heads = entries.get("attention.head_count_kv", heads)
-    if entries.arch == "lfm2":
+    if entries.family == "lfm2":
         kv_heads = int(np.max(kv_heads))
     if "token_embd.weight" not in entries.file.tensors:
         raise BundleError(f"{entries.where}: token_embd.weight is missing")
@@ -218,13 +266,11 @@ def _head_dim(entries: _Metadata, default: int) -> int:
     """The numbers of a head's keys, of which there must be as many in a value and in RoPE."""
     head_dim: int = entries.get("attention.key_length", default)
     for key in _HEAD_DIMS:
-        if key == "rope.dimension_count" and entries.arch in _PARTIAL:
+        if key == "rope.dimension_count" and entries.family in _PARTIAL:
             continue
         if (given := entries.get(key, head_dim)) != head_dim:
-            raise BundleError(
-                f"{entries.where}: {entries.arch}.{key} = {given!r} is not supported; values, keys "
-                f"and positions must have the {head_dim} numbers of a head's keys"
-            )
+            must = f"values, keys and positions must have the {head_dim} numbers of a head's keys"
+            raise entries.refusal(key, given, must)
     return head_dim
 
 
@@ -237,7 +283,7 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
     rope_type = entries.get("rope.scaling.type", "linear")
     factor = float(entries.get("rope.scaling.factor", entries.get("rope.scale_linear", 0)) or 1)
     is_plain = rope_type == "none" or (rope_type == "linear" and factor == 1)
-    if has_rope_table(entries.file, arch):
+    if has_rope_table(entries.file):
         if not is_plain:
             raise BundleError(
                 f"{where}: {ROPE_FREQS} beside {arch}.rope.scaling.type {rope_type!r} with factor "
@@ -260,9 +306,9 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
     return scaling
 
 
-def has_rope_table(file: Described, arch: str) -> bool:
-    """Whether a file has a table of RoPE factors, which llama.cpp reads for llama alone."""
-    return arch == "llama" and ROPE_FREQS in file.tensors
+def has_rope_table(file: Described) -> bool:
+    """Whether a file has a table of RoPE factors, which is read for llama alone."""
+    return family_of(file.metadata) == "llama" and ROPE_FREQS in file.tensors
 
 
 def _tabled_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from export.sources.gguf_config import entries_of
+from export.sources.gguf_names import ARCHITECTURES
 from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import BundleError
 
@@ -163,17 +164,18 @@ _KNOWN = _pattern(USED | NEUTRAL)
 _FIXED = {name: _pattern(frozenset({name})) for name in FIXED}
 
 
-def unknown_metadata(metadata: dict[str, Any], arch: str, where: str) -> list[str]:
+def unknown_metadata(metadata: dict[str, Any], family: str, where: str) -> list[str]:
     """The entries in no list, for a warning.
 
     Args:
         metadata: of the file, by key.
-        arch: its architecture.
+        family: of its model.
         where: the file, for messages.
 
     Raises BundleError for an entry that would have to be computed, and is not.
     """
-    unknown, own = [], {f"ARCH.{key}" for key in entries_of(arch)}
+    unknown, own = [], {f"ARCH.{key}" for key in entries_of(family)}
+    arch = ARCHITECTURES[family]
     for key, value in metadata.items():
         name = f"ARCH.{key.removeprefix(f'{arch}.')}" if key.startswith(f"{arch}.") else key
         if _KNOWN.fullmatch(name) or name in own:

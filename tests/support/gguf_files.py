@@ -48,8 +48,9 @@ def random_blocks(rng: np.random.Generator, name: str, rows: int, columns: int) 
 def to_llama_cpp(name: str, array: np.ndarray, config: dict[str, Any]) -> tuple[str, np.ndarray]:
     """llama.cpp's converter, by its own tables: the name, the +1 of Gemma, llama's row order."""
     family = config["model_type"]
-    arch = next(arch for arch, known in ARCHITECTURES.items() if known == family)
-    arch_number = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    arch_number = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[
+        ARCHITECTURES[family]
+    ]
     mapped = gguf.get_tensor_name_map(arch_number, config["num_hidden_layers"]).get_name(
         name, try_suffixes=(".weight", ".bias")
     )
@@ -70,8 +71,7 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, **more: Any) 
     writer, and `architecture` is written instead of the family's.
     """
     family = config["model_type"]
-    arch = next(arch for arch, known in ARCHITECTURES.items() if known == family)
-    writer = gguf.GGUFWriter(path, more.get("architecture", arch))
+    writer = gguf.GGUFWriter(path, more.get("architecture", ARCHITECTURES[family]))
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])

@@ -103,16 +103,16 @@ def test_read_again_it_has_the_logits_of_bundle_and_adapter(
     assert apart(engine_logits(again, None, tokens), expected) < SAME
 
 
-# turned and scaled, experts; at length filters, a part of each head, norms that add 1, GPT's names
+AT_LENGTH = (  # scales, filters, parts of heads, norms that add 1, GPT's names, sinks and others
+    *("granite", "granitemoe", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss", "lfm2", "glm4"),
+    *("nemotron", "gpt2"),
+)
+
+
+# windows, caps and norms that add 1; turned, and experts
 @pytest.mark.parametrize(
     "model_type",
-    [
-        *("granite", "qwen3_moe"),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("lfm2", "glm4", "nemotron", "gpt2")
-        ),
-    ],
+    ["gemma2", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in AT_LENGTH)],
 )
 def test_other_architectures_are_read_again_with_their_adapter(
     tmp_path: Path, rng: Rng, model_type: str
@@ -147,13 +147,17 @@ def test_other_architectures_are_read_again_with_their_adapter(
     ("model_type", "change", "said"),
     [
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers"),
-        pytest.param(
-            *("granitemoehybrid", {"position_embedding_type": "nope"}, "position_embedding_type"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
-            marks=pytest.mark.slow,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("gemma3_text", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar 64"),
+                (
+                    "granitemoehybrid",
+                    {"position_embedding_type": "nope"},
+                    "position_embedding_type",
+                ),
+                ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
+            )
         ),
     ],
 )
@@ -249,10 +253,6 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
-GEMMA = {
-    "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 512,
-    "sliding_window_pattern": 6, "rope_local_base_freq": 1e4,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3, YARN, LINEAR])
@@ -263,17 +263,15 @@ def test_scalings_of_positions_are_read_back(tmp_path: Path, scaling: object) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "said"),
+    ("change", "said"),
     [
-        ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
-        ("llama", {"rope_scaling": YARN | {"beta_fast": 16}}, "yarn with beta_fast"),
-        ("llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types sliding_attention"),
-        ("gemma3_text", {**GEMMA, "query_pre_attn_scalar": 64}, "query_pre_attn_scalar 64"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": YARN | {"beta_fast": 16}}, "yarn with beta_fast 16"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types sliding_attention"),
     ],
 )
 def test_what_llama_cpp_cannot_compute_is_refused_by_name(
-    tmp_path: Path, family: str, change: dict, said: str
+    tmp_path: Path, change: dict, said: str
 ) -> None:
-    arch = "gemma3" if family == "gemma3_text" else family
     with pytest.raises(UsageError, match=said):
-        written_config(tmp_path / "model.gguf", arch, family, config_of(**change))
+        written_config(tmp_path / "model.gguf", "llama", "llama", config_of(**change))

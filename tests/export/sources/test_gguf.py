@@ -228,7 +228,8 @@ def test_each_key_of_gguf_is_in_one_list() -> None:
     [
         ("tiny-llama", {"arch.logit_scale": 0.5}, "llama.logit_scale = 0.5 is not supported"),
         ("tiny-llama", {"arch.attention.scale": 0.5}, "attention.scale = 0.5"),
-        ("tiny-llama", {"arch.expert_count": 8}, "expert_count = 8"),
+        ("tiny-llama", {"arch.expert_count": 8}, "expert_used_count is missing"),
+        ("tiny-qwen2", {"arch.expert_count": 8}, "expert_count = 8"),
         ("tiny-llama", {"arch.attention.causal": False}, "attention.causal = False"),
         ("tiny-llama", {"arch.attention.sliding_window": 16}, "sliding_window = 16"),
         ("tiny-llama", {"arch.rope.dimension_sections": [8, 8, 0, 0]}, "dimension_sections"),
