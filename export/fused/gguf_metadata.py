@@ -26,7 +26,6 @@ _CLOSE = 1e-6  # of a number that a file has in float32
 _NOT_COMPARED = {
     *(
         "model_type",
-        "layer_types",
         "rope_scaling",
         "block_ff_dim",
         "block_multiple_of",
@@ -71,7 +70,7 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
         writer.add_rope_freq_base_swa(float(config["rope_local_base_freq"]))
     types = config.get("layer_types") or ()
     if family in WINDOWED:
-        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window(config["sliding_window"] or 0)
         periods = range(1, len(types) + 2)
         period = next((n for n in periods if layer_types(n, len(types)) == types), 0)
         if not period:

@@ -21,7 +21,14 @@ _HEAD_DIMS = (
     *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
     *("rope.dimension_count", "rope.dimension_count_swa"),
 )
-_PARTIAL = ("glm4", "phi3", "nemotron", "stablelm")  # families that may turn a part of each head
+_PARTIAL = (
+    "glm",
+    "glm4",
+    "phi",
+    "phi3",
+    "nemotron",
+    "stablelm",
+)  # families that may turn a part of each head
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _LOCAL = {**_EXPERTS, "expert_count": "num_local_experts"}
 _SCALES = {
@@ -45,9 +52,16 @@ _OTHERS = {
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     },
-    "cohere": {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
+    **dict.fromkeys(
+        ("cohere", "cohere2"),
+        {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
+    ),
     "starcoder2": {"attention.layer_norm_epsilon": "norm_epsilon"},
-    "gpt2": {"attention.layer_norm_epsilon": "layer_norm_epsilon"},
+    **{
+        key: {"attention.layer_norm_epsilon": "layer_norm_epsilon"}
+        for key in ("gpt2", "gpt_bigcode")
+    },
+    "phi": {"attention.layer_norm_epsilon": "layer_norm_eps"},
     "lfm2": {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
     "exaone": {"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
     "nemotron": {"attention.layer_norm_epsilon": "norm_eps"},
@@ -55,11 +69,11 @@ _OTHERS = {
 }
 # whether the weights of a token's experts are divided by their sum, of which files say nothing
 _NORMED = {"qwen3_moe": True, "qwen2_moe": False, "olmoe": False}
-# a tensor -> the settings that are on if a file has it
+# a setting -> the layers of which one has a bias where it is on
 _TOLD_BY = {
-    "blk.0.attn_q.bias": ("attention_bias", "qkv_bias"),
-    "blk.0.attn_output.bias": ("attention_out_bias", "use_bias"),
-    "blk.0.ffn_up.bias": ("mlp_bias",),
+    **dict.fromkeys(("attention_bias", "qkv_bias"), ("attn_q", "attn_qkv")),
+    **dict.fromkeys(("attention_out_bias", "use_bias"), ("attn_output",)),
+    "mlp_bias": ("ffn_up",),
 }
 _LISTED = ("llama", "qwen2", "qwen3", "gemma3_text")  # whose settings `families` lists
 _CONVOLUTION = "conv"  # a type of layer
@@ -68,6 +82,8 @@ _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
 _LOCAL_BASE = {"gemma3_text": 1e4}  # the base of positions in its layers with windows
 # families with windows -> the width without an entry, and one in how many layers has none
 WINDOWED = {"gemma2": (4096, 2), "gemma3_text": (0, 6), "gpt_oss": (0, 2)}
+WINDOWED |= {"exaone4": (4096, 4), **dict.fromkeys(("cohere2", "olmo3"), (0, 4))}
+_WITH_WINDOWS = {"exaone4": (64,)}  # the numbers of layers of those that have them
 
 
 def entries_of(family: str) -> dict[str, str]:
@@ -96,7 +112,8 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration by the names of transformers, with the width that LFM2's MLPs really have."""
     names = settings_class(family).attribute_map.items()
     stated = {**config, **{name: config[own] for name, own in names if own in config}}
-    stated.setdefault("intermediate_size", 4 * stated["hidden_size"])  # GPT-2's
+    width = stated.get("n_inner") or 4 * stated["hidden_size"]
+    stated.setdefault("intermediate_size", width)  # GPT-2's
     if "shared_intermediate_size" in stated:  # Granite 4's, which then has no experts
         stated["intermediate_size"] = stated["shared_intermediate_size"]
     if stated.get("block_auto_adjust_ff_dim"):
@@ -166,7 +183,7 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         "model_type": family,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "intermediate_size": get("feed_forward_length"),
+        "n_inner" if family == "gpt_bigcode" else "intermediate_size": get("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -181,8 +198,8 @@ def _config(entries: _Metadata) -> dict[str, Any]:
     elif family not in _LISTED:  # transformers scales some families' by default
         config["rope_scaling"] = {"rope_type": "default"}
     if family == "llama" or family not in _LISTED:
-        for tensor, names in _TOLD_BY.items():
-            config |= dict.fromkeys(names, tensor in file.tensors)
+        for setting, names in _TOLD_BY.items():
+            config[setting] = any(f"blk.0.{name}.bias" in file.tensors for name in names)
     if family in _PARTIAL:
         config["partial_rotary_factor"] = get("rope.dimension_count", head_dim) / head_dim
     if family in _GEMMA_27B_LAYERS:
@@ -237,12 +254,14 @@ def _windows(entries: _Metadata, layers: int) -> dict[str, Any]:
     """Which layers see only so many tokens, as llama.cpp reads it: none without a window."""
     width, period = WINDOWED[entries.family]
     window = entries.get("attention.sliding_window", width)
+    if layers not in _WITH_WINDOWS.get(entries.family, (layers,)):
+        window = 0
     pattern = entries.get("attention.sliding_window_pattern", period) if window else 1
     if isinstance(pattern, int):
         types = layer_types(pattern or layers + 1, layers)
     else:  # a value for each layer
         types = [SLIDING if slides else FULL for slides in pattern]
-    return {"layer_types": types, **({"sliding_window": window} if window else {})}
+    return {"layer_types": types, "sliding_window": window or None}
 
 
 def _widths(entries: _Metadata) -> tuple[int, int, int]:

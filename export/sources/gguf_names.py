@@ -23,11 +23,11 @@ ARCHITECTURES = {
     **{"olmoe": "olmoe", "cohere": "command-r", "glm4": "glm4", "ernie4_5": "ernie4_5"},
     **{"starcoder2": "starcoder2", "phi3": "phi3", "seed_oss": "seed_oss", "exaone": "exaone"},
     **{"hunyuan_v1_dense": "hunyuan-dense", "nemotron": "nemotron", "stablelm": "stablelm"},
-    **{"gpt2": "gpt2", "lfm2": "lfm2"},
+    **{"gpt2": "gpt2", "lfm2": "lfm2", "cohere2": "cohere2", "olmo3": "olmo2", "phi": "phi2"},
+    **{"gpt_bigcode": "starcoder", "glm": "chatglm", "exaone4": "exaone4"},
 }
-_MARKS = {
-    "mixtral": "expert_count"
-}  # what files of a family have, and its architecture's others not
+# entries of a family's files that other ones of the architecture do not have
+_MARKS = {"mixtral": "expert_count", "olmo3": "attention.sliding_window"}
 # families whose heads llama.cpp turns by neighbours, and transformers by halves
 _TURNED = ("llama", "mixtral", "granite", "granitemoehybrid", "granitemoe", "smollm3")
 # parts of mlx-lm's names, and those that the library knows

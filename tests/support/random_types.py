@@ -22,6 +22,7 @@ _IN_LLAMA_CPP: dict[str, dict[str, object]] = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "olmoe": {"num_key_value_heads": 4},
     "gpt_oss": {"rope_parameters": _YARN},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
 }
 
 

@@ -105,7 +105,7 @@ def test_read_again_it_has_the_logits_of_bundle_and_adapter(
 
 AT_LENGTH = (  # scales, filters, parts of heads, norms that add 1, GPT's names, sinks and others
     *("granite", "granitemoe", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss", "lfm2", "glm4"),
-    *("nemotron", "gpt2"),
+    *("nemotron", "gpt2", "cohere2", "olmo3", "exaone4", "phi", "gpt_bigcode"),
 )
 
 
