@@ -32,20 +32,15 @@ from runtime.core.errors import BundleError
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A single GGUF file of a supported architecture.
+    """A GGUF file of a supported architecture, or the first of several that are parts of one.
 
-    Raises BundleError for another architecture, a split, truncated or inconsistent file.
+    Raises BundleError for another architecture, and for a truncated or inconsistent file.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = GGUFFile(path)
         meta = self._file.metadata
         raw = read_config(self._file, str(path))
-        if meta.get("split.count", 1) not in (0, 1):
-            raise BundleError(
-                f"{path}: one of {meta['split.count']} parts; join them first with "
-                "llama-gguf-split --merge"
-            )
         unknown = unknown_metadata(meta, raw["model_type"], str(path))
         config = normalise_config(raw, str(path), "output.weight" in self._file.tensors)
         family = str(config["model_type"])
@@ -62,7 +57,7 @@ class GGUFCheckpoint(Checkpoint):
             "kind": "gguf",
             "name": str(meta.get("general.name", path.stem)),
             "architecture": str(meta["general.architecture"]),
-            "files": [{"name": path.name, "bytes": self._file.bytes}],
+            "files": [{"name": name, "bytes": size} for name, size in self._file.parts.items()],
             "types": {type_.name: count for type_, count in sorted(types.items())},
         }
         if digests := checked(meta.get(IN_GGUF, []), str(path)):

@@ -21,14 +21,8 @@ _HEAD_DIMS = (
     *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
     *("rope.dimension_count", "rope.dimension_count_swa"),
 )
-_PARTIAL = (
-    "glm",
-    "glm4",
-    "phi",
-    "phi3",
-    "nemotron",
-    "stablelm",
-)  # families that may turn a part of each head
+# families that may turn a part of each head
+_PARTIAL = ("glm", "glm4", "phi", "phi3", "nemotron", "stablelm")
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _LOCAL = {**_EXPERTS, "expert_count": "num_local_experts"}
 _SCALES = {
@@ -36,37 +30,25 @@ _SCALES = {
     **{"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"},
 }
 _OWN_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
+_SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 # a family's entries beside the sizes -> transformers' names of the settings
 _OTHERS = {
-    **dict.fromkeys(("granite", "granitemoehybrid"), _SCALES),
-    "granitemoe": _SCALES | _LOCAL,
-    **{"mixtral": _LOCAL, "olmoe": _EXPERTS},
+    **{"granite": _SCALES, "granitemoehybrid": _SCALES, "granitemoe": _SCALES | _LOCAL},
+    **{"mixtral": _LOCAL, "olmoe": _EXPERTS, "qwen3_moe": _EXPERTS | _OWN_WIDTH},
+    **{"qwen2_moe": _EXPERTS | _OWN_WIDTH | _SHARED_WIDTH},
     "gpt_oss": {**_LOCAL, "expert_feed_forward_length": "intermediate_size"},
-    "qwen3_moe": _EXPERTS | _OWN_WIDTH,
-    "qwen2_moe": {
-        **_EXPERTS,
-        **_OWN_WIDTH,
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    },
-    "gemma2": {
-        "attn_logit_softcapping": "attn_logit_softcapping",
-        "final_logit_softcapping": "final_logit_softcapping",
-    },
-    **dict.fromkeys(
-        ("cohere", "cohere2"),
-        {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
-    ),
-    "starcoder2": {"attention.layer_norm_epsilon": "norm_epsilon"},
-    **{
-        key: {"attention.layer_norm_epsilon": "layer_norm_epsilon"}
-        for key in ("gpt2", "gpt_bigcode")
-    },
-    "phi": {"attention.layer_norm_epsilon": "layer_norm_eps"},
-    "lfm2": {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
-    "exaone": {"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
-    "nemotron": {"attention.layer_norm_epsilon": "norm_eps"},
-    "stablelm": {"attention.layer_norm_epsilon": "layer_norm_eps"},
+    "gemma2": dict(zip(_CAPS, _CAPS, strict=True)),
+    **{"cohere": {"logit_scale": "logit_scale"}, "cohere2": {"logit_scale": "logit_scale"}},
+    "lfm2": {"shortconv.l_cache": "conv_L_cache"},
 }
+# the epsilon of a family's norms, where it is not `rms_norm_eps`: with a mean, and without
+_LAYER_NORMS = {
+    **dict.fromkeys(("cohere", "cohere2", "phi", "stablelm"), "layer_norm_eps"),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), "layer_norm_epsilon"),
+    **{"starcoder2": "norm_epsilon", "nemotron": "norm_eps"},
+}
+_RMS_NORMS = {"lfm2": "norm_eps", "exaone": "layer_norm_epsilon"}
 # whether the weights of a token's experts are divided by their sum, of which files say nothing
 _NORMED = {"qwen3_moe": True, "qwen2_moe": False, "olmoe": False}
 # a setting -> the layers of which one has a bias where it is on
@@ -88,9 +70,9 @@ _WITH_WINDOWS = {"exaone4": (64,)}  # the numbers of layers of those that have t
 
 def entries_of(family: str) -> dict[str, str]:
     """A family's entries for numbers beside the sizes, with transformers' names of these."""
-    others = _OTHERS.get(family, {})
-    has_epsilon = any("epsilon" in key for key in others)
-    return others if has_epsilon else {**others, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+    rms = "attention.layer_norm_rms_epsilon", _RMS_NORMS.get(family, "rms_norm_eps")
+    with_mean = "attention.layer_norm_epsilon", _LAYER_NORMS.get(family, "")
+    return {**_OTHERS.get(family, {}), **dict([with_mean if family in _LAYER_NORMS else rms])}
 
 
 class Described(Protocol):

@@ -95,7 +95,7 @@ _NEUTRAL: dict[str, tuple[str, ...]] = {
 }
 NEUTRAL: frozenset[str] = frozenset(name for names in _NEUTRAL.values() for name in names)
 
-# entries that llama.cpp computes other models with, or these: the values that change nothing
+# entries that may be computed with: the values that change nothing; the first name that fits counts
 _VALUES: dict[_Neutral, tuple[str, ...]] = {
     ("model",): ("general.type",),
     (2,): ("general.quantization_version",),
@@ -105,7 +105,7 @@ _VALUES: dict[_Neutral, tuple[str, ...]] = {
             "ARCH",
             """
             logit_scale residual_scale embedding_scale expert_weights_scale attention.output_scale
-            attention.value_scale
+            attention.value_scale expert_gating_func
             """,
         )
     ),
@@ -116,33 +116,7 @@ _VALUES: dict[_Neutral, tuple[str, ...]] = {
     (-1, 1): ("ARCH.rope.scaling.yarn_ext_factor",),
     (32,): ("ARCH.rope.scaling.yarn_beta_fast",),
     (0,): (
-        *_names(
-            "ARCH",
-            """
-            embedding_length_out features_length leading_dense_block_count
-            expert_feed_forward_length expert_shared_feed_forward_length
-            expert_chunk_feed_forward_length use_parallel_residual expert_count expert_used_count
-            expert_shared_count expert_group_count expert_group_used_count expert_weights_norm
-            expert_gating_func expert_group_scale experts_per_group moe_every_n_layers
-            moe_latent_size nextn_predict_layers n_deepstack_layers decoder_block_count
-            attn_logit_softcapping router_logit_softcapping final_logit_softcapping swin_norm
-            rescale_every_n_layers time_mix_extra_dim time_decay_extra_dim token_shift_count
-            interleave_moe_layer_step full_attention_interval activation_sparsity_scale
-            altup.active_idx altup.num_inputs embedding_length_per_layer_input swiglu_clamp_exp
-            swiglu_clamp_shexp *_feat_in *_feat_out
-            attention.max_alibi_bias attention.clamp_kqv attention.q_lora_rank
-            attention.kv_lora_rank attention.decay_lora_rank attention.iclr_lora_rank
-            attention.value_residual_mix_lora_rank attention.gate_lora_rank
-            attention.relative_buckets_count attention.scale attention.temperature_length
-            attention.temperature_scale attention.key_length_mla attention.value_length_mla
-            attention.shared_kv_layers attention.indexer.* attention.recurrent_layers
-            attention.output_group_count attention.output_lora_rank attention.compress_*
-            rope.dimension_sections rope.scaling.alpha rope.scaling.yarn_log_multiplier
-            hidden_activation hash_layer_count hyper_connection.* deepstack_mapping
-            target_layers target_hidden_size norm_before_residual
-            ssm.* kda.* wkv.* posnet.* convnext.* shortconv.*
-            """,
-        ),
+        "ARCH.*",  # all that no other list has
         *_names(
             "tokenizer.ggml",
             """
@@ -186,6 +160,7 @@ def unknown_metadata(metadata: dict[str, Any], family: str, where: str) -> list[
         elif not all(item in fixed for item in np.ravel(value).tolist()):
             raise BundleError(
                 f"{where}: metadata {key} = {value!r:.60} is not supported for {arch}; supported "
-                f"is {' or '.join(map(repr, fixed))}, or none"
+                f"is {' or '.join(map(repr, fixed))}, or none. If the model computes without it, "
+                f"remove it: gguf_new_metadata.py --remove-metadata {key}"
             )
     return sorted(unknown)
