@@ -148,7 +148,7 @@ class GGUFFile:
             raise BundleError(f"{where} has the unknown ggml type {type_}") from None
         block, block_bytes = GGML_QUANT_SIZES[kind]
         width = prod(shape[1:])
-        if width % block or min(shape) < 1:
+        if width % block or shape[-1] % block or min(shape) < 1:
             raise BundleError(f"{where}: shape {shape} does not fill {kind.name} blocks of {block}")
         tensor = GGUFTensor(shape, kind, width // block * block_bytes, start)
         end = start + shape[0] * tensor.row_bytes

@@ -18,6 +18,7 @@ _FLOATS = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
     "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
+_EXPONENTS = 110, 125  # of MXFP4, in the first byte
 QUANTIZED = tuple(_FLOATS)
 
 
@@ -39,7 +40,9 @@ def random_blocks(rng: np.random.Generator, name: str, rows: int, columns: int) 
     type_ = GGMLQuantizationType[name]
     values, octets = GGML_QUANT_SIZES[type_]
     found = rng.integers(0, 256, (rows * columns // values, octets), np.uint8)
-    for at in _FLOATS[name]:
+    if name == "MXFP4":
+        found[:, 0] = rng.integers(*_EXPONENTS, len(found))
+    for at in _FLOATS.get(name, ()):
         numbers = rng.normal(0, 0.02, (len(found), 1)).astype(np.float16)
         found[:, at : at + 2] = numbers.view(np.uint8)
     return Blocks(type_, found.reshape(rows, -1))

@@ -10,12 +10,22 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from model_types.tiny import tiny
 from support.checkpoints import weights_of, whole
-from support.gguf_files import write_gguf, write_with
+from support.gguf_files import Blocks, random_blocks, write_gguf, write_with
 
-from export.sources.families import build_model, has_list
+from export.fused.gguf_metadata import add_metadata
+from export.sources.families import (
+    build_model,
+    completed_config,
+    expected_shapes,
+    has_list,
+    normalise_config,
+)
+from export.sources.gguf_blocks import transcode
 from export.sources.gguf_config import llama3_factors
 from export.sources.gguf_keys import FIXED, NEUTRAL, USED
+from export.sources.gguf_names import tensor_names
 from export.sources.open import open_checkpoint
 from export.sources.random import PRESETS
 from runtime.core.errors import BundleError
@@ -193,6 +203,50 @@ def test_parts_of_a_file_are_read_together(tmp_path: Path) -> None:
     paths[1].unlink()
     with pytest.raises(BundleError, match="missing, part 2 of 2"):
         open_checkpoint(str(paths[0]))
+
+
+def test_quantized_experts_are_read_each_in_its_rows(
+    rng: np.random.Generator, tmp_path: Path
+) -> None:
+    raw = tiny("mixtral", hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+    config = completed_config("mixtral", normalise_config(raw, "mixtral", True))
+    types = {
+        "gate": "Q4_K",
+        "up": "Q6_K",
+        "down": "Q8_0",
+        "1.block_sparse_moe.switch_mlp.up": "MXFP4",
+    }
+    writer, name_of = gguf.GGUFWriter(tmp_path / "m.gguf", "llama"), tensor_names("mixtral", 2)
+    add_metadata(writer, "mixtral", config, config["vocab_size"])
+    blocks: dict[str, Blocks] = {}
+    for name, shape in expected_shapes("mixtral", config).items():
+        kinds = [kind for part, kind in types.items() if f"{part}_proj" in name]
+        if not kinds:
+            writer.add_tensor(name_of(name), np.zeros(shape, np.float32))
+            continue
+        blocks[name] = random_blocks(rng, kinds[-1], *shape)
+        stacked = blocks[name].rows.reshape(
+            config["num_local_experts"], -1, blocks[name].rows.shape[1]
+        )
+        writer.add_tensor(name_of(name), stacked, raw_dtype=blocks[name].type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with open_checkpoint(str(tmp_path / "m.gguf")) as read:
+        assert read.family == "mixtral" and {one.type.name for one in blocks.values()} == {
+            *types.values()
+        }
+        for name, expected in blocks.items():
+            rows = slice(500, 600)  # of two experts
+            np.testing.assert_array_equal(read.rows(name, 500, 600), expected.values[rows])
+            form = read.quantized_form(name)
+            assert (form is None) == (expected.type.name == "MXFP4")
+            if form is not None:
+                stored = transcode(expected.rows[rows], expected.type).values(form)
+                np.testing.assert_array_equal(
+                    read.quantized_rows(name, 500, 600).values(form), stored
+                )
 
 
 def test_damaged_gguf_headers_never_escape(rng: np.random.Generator, tmp_path: Path) -> None:
