@@ -10,6 +10,7 @@ from gguf import GGUFWriter, RopeScalingType
 from export.sources.families import completed_config, normalise_config
 from export.sources.general import is_neutral_name
 from export.sources.gguf_config import (
+    OF_SCALING,
     WINDOWED,
     as_stated,
     entries_of,
@@ -134,6 +135,10 @@ def _add_rope_scaling(writer: GGUFWriter, family: str, config: dict[str, Any]) -
     if kind not in ("linear", "yarn"):
         raise _refusal("rope_scaling", kind, "linear, yarn, or llama3 for Llama")
     others = {key: value for key, value in scaling.items() if key not in _YARN}
+    for key, name in OF_SCALING.get(family, {}).items():
+        writer.add_float32(f"{writer.arch}.{key}", others.pop(name))
+    if others.get("mscale") == scaling.get("mscale_all_dim"):  # llama.cpp has one for both
+        others.pop("mscale", None)
     if more := {key: value for key, value in others.items() if _USUAL.get(key) != value}:
         said = ", ".join(f"{key} {value}" for key, value in sorted(more.items()))
         raise _refusal("rope_scaling", f"{kind} with {said}", "without these")

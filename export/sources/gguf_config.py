@@ -49,6 +49,13 @@ _LAYER_NORMS = {
     **{"starcoder2": "norm_epsilon", "nemotron": "norm_eps"},
 }
 _RMS_NORMS = {"lfm2": "norm_eps", "exaone": "layer_norm_epsilon"}
+# entries for the scaling of positions -> transformers' names inside of it
+OF_SCALING = {
+    "ministral3": {
+        "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+        "attention.temperature_scale": "llama_4_scaling_beta",
+    }
+}
 # whether the weights of a token's experts are divided by their sum, of which files say nothing
 _NORMED = {"qwen3_moe": True, "qwen2_moe": False, "olmoe": False}
 # a setting -> the layers of which one has a bias where it is on
@@ -103,6 +110,10 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
         width = int(stated["block_ffn_dim_multiplier"] * int(2 * stated["intermediate_size"] / 3))
         width = -(-width // part) * part
         stated |= {"intermediate_size": width, "block_auto_adjust_ff_dim": False}
+    if nested := stated.pop("rope_parameters", None):
+        stated |= {"rope_theta": nested["rope_theta"], "rope_scaling": {**nested}}
+        for key in ("rope_theta", "max_position_embeddings"):
+            stated["rope_scaling"].pop(key, None)
     if pattern := stated.get("sliding_window_pattern"):
         stated["layer_types"] = layer_types(pattern, stated["num_hidden_layers"])
     if _CONVOLUTION in (types := stated.get("layer_types") or ()):
@@ -304,6 +315,10 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
         scaling["original_max_position_embeddings"] = entries.get(
             key, entries.get("context_length")
         )
+    for key, name in OF_SCALING.get(entries.family, {}).items():
+        scaling[name] = _number(entries.get(key, 0.0))
+    if "mscale_all_dim" in scaling:  # llama.cpp has one for both
+        scaling["mscale"] = scaling["mscale_all_dim"]
     return scaling
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from export.sources.gguf_config import entries_of
+from export.sources.gguf_config import OF_SCALING, entries_of
 from export.sources.gguf_names import ARCHITECTURES
 from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import BundleError
@@ -116,7 +116,8 @@ def unknown_metadata(metadata: dict[str, Any], family: str, where: str) -> list[
 
     Raises BundleError for an entry that would have to be computed, and is not.
     """
-    unknown, own = [], {f"ARCH.{key}" for key in entries_of(family)}
+    own = {f"ARCH.{key}" for key in (*entries_of(family), *OF_SCALING.get(family, ()))}
+    unknown = []
     arch = ARCHITECTURES[family]
     for key, value in metadata.items():
         name = f"ARCH.{key.removeprefix(f'{arch}.')}" if key.startswith(f"{arch}.") else key

@@ -25,11 +25,12 @@ ARCHITECTURES = {
     **{"hunyuan_v1_dense": "hunyuan-dense", "nemotron": "nemotron", "stablelm": "stablelm"},
     **{"gpt2": "gpt2", "lfm2": "lfm2", "cohere2": "cohere2", "olmo3": "olmo2", "phi": "phi2"},
     **{"gpt_bigcode": "starcoder", "glm": "chatglm", "exaone4": "exaone4"},
+    "ministral3": "mistral3",
 }
 # entries of a family's files that other ones of the architecture do not have
 _MARKS = {"mixtral": "expert_count", "olmo3": "attention.sliding_window"}
 # families whose heads llama.cpp turns by neighbours, and transformers by halves
-_TURNED = ("llama", "mixtral", "granite", "granitemoehybrid", "granitemoe", "smollm3")
+_TURNED = ("llama", "mixtral", "granite", "granitemoehybrid", "granitemoe", "smollm3", "ministral3")
 # parts of mlx-lm's names, and those that the library knows
 _RENAMED = (
     *((".block_sparse_moe.switch_mlp.", ".mlp.experts."), (".switch_mlp.", ".experts.")),
