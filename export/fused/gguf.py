@@ -17,12 +17,12 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 
 from export.fused.checkpoint import check_space
-from export.fused.gguf_metadata import add_metadata, check_metadata, rope_factors
+from export.fused.gguf_metadata import add_metadata, check_metadata, rope_tables
 from export.fused.gguf_vocabulary import add_vocabulary
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
 from export.sources.families import NORM_NEUTRAL
-from export.sources.gguf_config import ROPE_FREQS, entries_of
+from export.sources.gguf_config import entries_of
 from export.sources.gguf_file import is_model
 from export.sources.gguf_names import architecture_of, model_rows, tensor_names
 from export.stored import F32, FloatType, numpy_type
@@ -105,14 +105,13 @@ def _write(
 
 
 def _add_rope_factors(writer: GGUFWriter, model: FusedCheckpoint) -> list[_Tensor]:
-    """Announce the table of Llama 3's RoPE scaling, where the model has it."""
-    factors = rope_factors(model.config)
-    if factors is None:
-        return []
-    writer.add_tensor_info(
-        ROPE_FREQS, factors.shape, factors.dtype, factors.nbytes, GGMLQuantizationType.F32
-    )
-    return [_Tensor(factors.nbytes, iter([factors.tobytes()]))]
+    """Announce the tables of the scaling of positions, where the model has some."""
+    tables = rope_tables(model.config)
+    for name, table in tables.items():
+        writer.add_tensor_info(
+            name, table.shape, table.dtype, table.nbytes, GGMLQuantizationType.F32
+        )
+    return [_Tensor(table.nbytes, iter([table.tobytes()])) for table in tables.values()]
 
 
 def _add_tensors(

@@ -5,18 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from gguf import GGUFWriter, RopeScalingType
 
 from export.sources.families import completed_config, normalise_config
 from export.sources.general import is_neutral_name
 from export.sources.gguf_config import (
+    FACTORS,
     OF_SCALING,
+    ROPE_FREQS,
     WINDOWED,
     as_stated,
     entries_of,
     llama3_factors,
     read_config,
 )
+from export.sources.rope import ORIGINAL_LENGTH, longrope
 from export.sources.settings import neutral_settings
 from export.sources.windows import FULL, SLIDING, layer_types, unlike_full
 from export.stored import F32
@@ -28,6 +32,7 @@ _NOT_COMPARED = {
     *(
         "model_type",
         "rope_scaling",
+        "original_max_position_embeddings",
         "block_ff_dim",
         "block_multiple_of",
         "block_ffn_dim_multiplier",
@@ -88,9 +93,10 @@ class _Announced:
 
     metadata: dict[str, Any]
     tensors: dict[str, Any]
+    tables: dict[str, F32]
 
     def rows(self, name: str, index: slice) -> F32:
-        raise NotImplementedError(f"{name} has not been written yet")
+        return self.tables[name][index]
 
 
 def check_metadata(writer: GGUFWriter, family: str, config: dict[str, Any]) -> None:
@@ -99,8 +105,10 @@ def check_metadata(writer: GGUFWriter, family: str, config: dict[str, Any]) -> N
     Raises:
         UsageError: a setting is another one there, since the file cannot say it.
     """
+    if ROPE_FREQS in writer.tensors[0]:
+        return  # Llama's, whose settings are refused one by one: read are published tables alone
     entries = {key: entry.value for key, entry in writer.kv_data[0].items()}
-    raw = read_config(_Announced(entries, writer.tensors[0]), family)
+    raw = read_config(_Announced(entries, writer.tensors[0], rope_tables(config)), family)
     again = normalise_config(raw, family, not raw["tie_word_embeddings"])
     again = completed_config(again["model_type"], again)
     if config.get("position_embedding_type", "rope") != "rope":
@@ -119,12 +127,17 @@ def head_dim_of(config: dict[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def rope_factors(config: dict[str, Any]) -> F32 | None:
-    """The table (head_dim / 2,) that Llama 3 files have in place of metadata; None for others."""
+def rope_tables(config: dict[str, Any]) -> dict[str, F32]:
+    """The tables that files have of Llama 3's scaling, and of LongRoPE, by name."""
     scaling = config.get("rope_scaling") or {}
-    if _type_of(scaling) != "llama3":
-        return None
-    return llama3_factors(float(config["rope_theta"]), head_dim_of(config), scaling)
+    if _type_of(scaling) == "llama3":
+        base = float(config["rope_theta"])
+        return {ROPE_FREQS: llama3_factors(base, head_dim_of(config), scaling)}
+    return {
+        table: np.array(scaling[key], np.float32)
+        for key, table in FACTORS.items()
+        if _type_of(scaling) == "longrope"
+    }
 
 
 def _add_rope_scaling(writer: GGUFWriter, family: str, config: dict[str, Any]) -> None:
@@ -132,8 +145,16 @@ def _add_rope_scaling(writer: GGUFWriter, family: str, config: dict[str, Any]) -
     kind = _type_of(scaling)
     if kind == "default" or (kind == "llama3" and family == "llama"):
         return
+    if kind == "longrope" and family == "phi3":
+        longest = config["max_position_embeddings"]
+        turned = 2 * len(scaling["short_factor"])
+        factor = longrope(scaling, float(config["rope_theta"]), turned, longest)[1]
+        writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_attn_factors(factor)
+        writer.add_rope_scaling_orig_ctx_len(scaling[ORIGINAL_LENGTH])
+        return
     if kind not in ("linear", "yarn"):
-        raise _refusal("rope_scaling", kind, "linear, yarn, or llama3 for Llama")
+        raise _refusal("rope_scaling", kind, "linear, yarn, llama3 for Llama, longrope for Phi 3")
     others = {key: value for key, value in scaling.items() if key not in _YARN}
     for key, name in OF_SCALING.get(family, {}).items():
         writer.add_float32(f"{writer.arch}.{key}", others.pop(name))
@@ -145,7 +166,7 @@ def _add_rope_scaling(writer: GGUFWriter, family: str, config: dict[str, Any]) -
     writer.add_rope_scaling_type(RopeScalingType(kind))
     writer.add_rope_scaling_factor(float(scaling["factor"]))
     if kind == "yarn":
-        length = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
+        length = scaling.get(ORIGINAL_LENGTH, config["max_position_embeddings"])
         writer.add_rope_scaling_orig_ctx_len(length)
 
 

@@ -20,10 +20,10 @@ from gguf.quants import dequantize
 
 from export.sources.families import NORM_NEUTRAL, expected_shapes, normalise_config
 from export.sources.gguf_blocks import TRANSCODINGS, Transcoding, transcode
-from export.sources.gguf_config import ROPE_FREQS, has_rope_table, read_config
+from export.sources.gguf_config import read_config, rope_tables
 from export.sources.gguf_file import GGUFFile, GGUFTensor
 from export.sources.gguf_keys import unknown_metadata
-from export.sources.gguf_names import stored_rows, tensor_names
+from export.sources.gguf_names import ARCHITECTURES, stored_rows, tensor_names
 from export.sources.gguf_tokenizer import convert_tokenizer
 from export.sources.source import Checkpoint, check_tensors
 from export.stored import F32, QuantizedForm, QuantizedRows
@@ -74,6 +74,12 @@ class GGUFCheckpoint(Checkpoint):
                 f"{path} does not say how its tokenizer splits text (tokenizer.ggml.pre): it is "
                 "split as GPT-2 does, which may give other tokens than the model learnt; convert "
                 "the model again with a newer llama.cpp"
+            )
+        longest = raw["max_position_embeddings"]
+        if longest < meta[f"{ARCHITECTURES[family]}.context_length"]:
+            warnings.append(
+                f"{path} turns positions otherwise where there are more than {longest:,} tokens; "
+                "it is read as a model for sequences of at most so many"
             )
         self.warnings = warnings
 
@@ -137,8 +143,7 @@ def _stored_names(
     name_of = tensor_names(config["model_type"], config["num_hidden_layers"])
     stored = {name: name_of(name) for name in expected}
     present = {name: own for name, own in stored.items() if own is not None and own in file.tensors}
-    table = {ROPE_FREQS} if has_rope_table(file) else set()
-    others = file.tensors.keys() - set(present.values()) - table
+    others = file.tensors.keys() - set(present.values()) - rope_tables(file)
     return {**present, **{name: name for name in sorted(others)}}
 
 

@@ -14,9 +14,13 @@ from export.sources.windows import FULL, SLIDING, layer_types
 from export.stored import F32
 from runtime.core.errors import BundleError
 
-ROPE_FREQS = "rope_freqs.weight"  # a table that Llama 3 files have instead of metadata
+# tables that files have instead of metadata: Llama 3's, and those of LongRoPE
+ROPE_FREQS = "rope_freqs.weight"
+FACTORS = {f"{length}_factor": f"rope_factors_{length}.weight" for length in ("short", "long")}
+_TABLES = {"llama": {ROPE_FREQS}, "phi3": {*FACTORS.values()}}
 
 _ROPE_SCALINGS = frozenset({"linear", "yarn"})
+_ATTENTION_FACTOR = "rope.scaling.attn_factor"
 _HEAD_DIMS = (
     *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
     *("rope.dimension_count", "rope.dimension_count_swa"),
@@ -188,6 +192,8 @@ def _config(entries: _Metadata) -> dict[str, Any]:
     }
     if (scaling := _rope_scaling(entries, head_dim)) is not None:
         config["rope_scaling"] = scaling
+        if scaling.get("short_factor") != scaling.get("long_factor"):
+            config["max_position_embeddings"] = scaling["original_max_position_embeddings"]
     elif family not in _LISTED:  # transformers scales some families' by default
         config["rope_scaling"] = {"rope_type": "default"}
     if family == "llama" or family not in _LISTED:
@@ -295,7 +301,14 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
     rope_type = entries.get("rope.scaling.type", "linear")
     factor = float(entries.get("rope.scaling.factor", entries.get("rope.scale_linear", 0)) or 1)
     is_plain = rope_type == "none" or (rope_type == "linear" and factor == 1)
-    if has_rope_table(entries.file):
+    tables = rope_tables(entries.file)
+    if tables == {*FACTORS.values()}:
+        return _longrope(entries)
+    if (given := entries.get(_ATTENTION_FACTOR, 1)) != 1:
+        raise entries.refusal(
+            _ATTENTION_FACTOR, given, "it must be 1, but beside LongRoPE's tables"
+        )
+    if ROPE_FREQS in tables:
         if not is_plain:
             raise BundleError(
                 f"{where}: {ROPE_FREQS} beside {arch}.rope.scaling.type {rope_type!r} with factor "
@@ -322,9 +335,25 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
     return scaling
 
 
-def has_rope_table(file: Described) -> bool:
-    """Whether a file has a table of RoPE factors, which is read for llama alone."""
-    return family_of(file.metadata) == "llama" and ROPE_FREQS in file.tensors
+def rope_tables(file: Described) -> set[str]:
+    """The tables of RoPE factors in a file that are read for its architecture."""
+    return file.tensors.keys() & _TABLES.get(str(family_of(file.metadata)), set())
+
+
+def _longrope(entries: _Metadata) -> dict[str, Any]:
+    """Phi 3's scaling. One that goes by the length of a sequence is that of the original length."""
+    length = "rope.scaling.original_context_length"
+    tables = {
+        key: [_number(float(value)) for value in entries.file.rows(table, slice(None))]
+        for key, table in FACTORS.items()
+    }
+    return {
+        **{
+            "rope_type": "longrope",
+            "attention_factor": _number(entries.get(_ATTENTION_FACTOR, 1.0)),
+        },
+        **{"original_max_position_embeddings": entries.get(length), **tables},
+    }
 
 
 def _tabled_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ USED = {IN_GGUF} | _names(
     ARCH.attention: head_count head_count_kv key_length value_length key_length_swa
     ARCH.attention: value_length_swa layer_norm_rms_epsilon sliding_window sliding_window_pattern
     ARCH.rope: dimension_count dimension_count_swa freq_base freq_base_swa scale_linear
-    ARCH.rope.scaling: type factor original_context_length finetuned
+    ARCH.rope.scaling: type factor original_context_length finetuned attn_factor
     tokenizer.ggml: model pre tokens token_type scores merges bos_token_id eos_token_id
     tokenizer.ggml: unknown_token_id padding_token_id eot_token_id eom_token_id add_bos_token
     tokenizer.ggml: add_eos_token add_space_prefix
@@ -80,7 +80,7 @@ _VALUES: dict[_Neutral, str] = {
     """,
     (1,): """
         ARCH.attention: causal
-        ARCH.rope.scaling: attn_factor yarn_attn_factor yarn_beta_slow
+        ARCH.rope.scaling: yarn_attn_factor yarn_beta_slow
     """,
     (-1, 1): "ARCH.rope.scaling: yarn_ext_factor",
     (32,): "ARCH.rope.scaling: yarn_beta_fast",

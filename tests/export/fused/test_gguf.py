@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from support.random_types import random_bundle
 
 from export.bundle import export_bundle
 from export.fused.gguf import write_gguf
-from export.fused.gguf_metadata import add_metadata, rope_factors
+from export.fused.gguf_metadata import add_metadata, rope_tables
 from export.fused.model import FusedCheckpoint
 from export.sources.gguf_config import read_config
 from export.sources.gguf_file import GGUFFile
@@ -238,8 +239,8 @@ def written_config(path: Path, arch: str, family: str, config: dict[str, object]
     writer = gguf.GGUFWriter(path, arch)
     add_metadata(writer, family, config, 8)
     writer.add_tensor("token_embd.weight", np.zeros((8, 128), np.float32))
-    if (factors := rope_factors(config)) is not None:
-        writer.add_tensor("rope_freqs.weight", factors)
+    for name, table in rope_tables(config).items():
+        writer.add_tensor(name, table)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -260,6 +261,16 @@ def test_scalings_of_positions_are_read_back(tmp_path: Path, scaling: object) ->
     config = config_of(rope_scaling=scaling)
     found = written_config(tmp_path / "model.gguf", "llama", "llama", config)
     assert found.get("rope_scaling") == (pytest.approx(scaling) if scaling == LLAMA3 else scaling)
+
+
+def test_a_scaling_by_length_is_read_for_the_original_length(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [1.0 + i for i in range(16)]}
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 2048, **factors}
+    config = config_of(model_type="phi3", rope_scaling=scaling)
+    found = written_config(tmp_path / "model.gguf", "phi3", "phi3", config)
+    assert found["max_position_embeddings"] == 2048
+    factor = math.sqrt(1 + math.log(4) / math.log(2048))  # of a length of 8,192
+    assert found["rope_scaling"] == {**scaling, "attention_factor": pytest.approx(factor, 1e-6)}
 
 
 @pytest.mark.parametrize(
