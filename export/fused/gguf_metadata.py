@@ -88,7 +88,7 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
 
 
 @dataclass(frozen=True)
-class _Announced:
+class Announced:
     """What a writer has been told, as a reader will find it."""
 
     metadata: dict[str, Any]
@@ -108,7 +108,7 @@ def check_metadata(writer: GGUFWriter, family: str, config: dict[str, Any]) -> N
     if ROPE_FREQS in writer.tensors[0]:
         return  # Llama's, whose settings are refused one by one: read are published tables alone
     entries = {key: entry.value for key, entry in writer.kv_data[0].items()}
-    raw = read_config(_Announced(entries, writer.tensors[0], rope_tables(config)), family)
+    raw = read_config(Announced(entries, writer.tensors[0], rope_tables(config)), family)
     again = normalise_config(raw, family, not raw["tie_word_embeddings"])
     again = completed_config(again["model_type"], again)
     if config.get("position_embedding_type", "rope") != "rope":

@@ -76,7 +76,7 @@ _LOCAL_BASE = {"gemma3_text": 1e4}  # the base of positions in its layers with w
 # families with windows -> the width without an entry, and one in how many layers has none
 WINDOWED = {"gemma2": (4096, 2), "gemma3_text": (0, 6), "gpt_oss": (0, 2)}
 WINDOWED |= {"exaone4": (4096, 4), **dict.fromkeys(("cohere2", "olmo3"), (0, 4))}
-_WITH_WINDOWS = {"exaone4": (64,)}  # the numbers of layers of those that have them
+_EXAONE_32B_LAYERS = 64  # the one size that has them
 
 
 def entries_of(family: str) -> dict[str, str]:
@@ -184,7 +184,10 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        **{name: _number(get(k, defaults.get(k))) for k, name in entries_of(family).items()},
+        **{
+            name: _number(get(key, defaults.get(key)) or defaults.get(key, 0))
+            for key, name in entries_of(family).items()
+        },
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": get("context_length"),
         "rope_theta": float(get("rope.freq_base", 1e4)),
@@ -239,7 +242,7 @@ def _number(value: float) -> float | int:
 
 
 def _defaults(entries: _Metadata, head_dim: int) -> dict[str, float]:
-    """What llama.cpp takes where a file lacks one of these entries."""
+    """What llama.cpp takes where a file lacks one of these entries, or has 0."""
     width, get = entries.get("feed_forward_length"), entries.get
     return {
         **{"embedding_scale": 1.0, "residual_scale": 1.0, "attention.scale": head_dim**-0.5},
@@ -253,7 +256,7 @@ def _windows(entries: _Metadata, layers: int) -> dict[str, Any]:
     """Which layers see only so many tokens, as llama.cpp reads it: none without a window."""
     width, period = WINDOWED[entries.family]
     window = entries.get("attention.sliding_window", width)
-    if layers not in _WITH_WINDOWS.get(entries.family, (layers,)):
+    if entries.family == "exaone4" and layers != _EXAONE_32B_LAYERS:
         window = 0
     pattern = entries.get("attention.sliding_window_pattern", period) if window else 1
     if isinstance(pattern, int):
@@ -293,7 +296,7 @@ def _head_dim(entries: _Metadata, default: int) -> int:
 
 
 def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
-    """RoPE scaling from the metadata, or from the table of factors that Llama 3 files have.
+    """RoPE scaling from the metadata, or from tables of factors.
 
     The defaults are those of llama.cpp's loader, which has an older name of the factor, too.
     """
@@ -302,18 +305,17 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
     factor = float(entries.get("rope.scaling.factor", entries.get("rope.scale_linear", 0)) or 1)
     is_plain = rope_type == "none" or (rope_type == "linear" and factor == 1)
     tables = rope_tables(entries.file)
-    if tables == {*FACTORS.values()}:
-        return _longrope(entries)
-    if (given := entries.get(_ATTENTION_FACTOR, 1)) != 1:
-        raise entries.refusal(
-            _ATTENTION_FACTOR, given, "it must be 1, but beside LongRoPE's tables"
+    is_long = tables == {*FACTORS.values()}
+    if tables and not (is_plain or (is_long and rope_type == "longrope")):
+        raise BundleError(
+            f"{where}: {' and '.join(sorted(tables))} beside {arch}.rope.scaling.type "
+            f"{rope_type!r} with factor {factor:g} is not supported; one of both must go"
         )
-    if ROPE_FREQS in tables:
-        if not is_plain:
-            raise BundleError(
-                f"{where}: {ROPE_FREQS} beside {arch}.rope.scaling.type {rope_type!r} with factor "
-                f"{factor:g} is not supported; one of both must go"
-            )
+    if is_long:
+        return _longrope(entries, head_dim)
+    if (given := entries.get(_ATTENTION_FACTOR, 1)) != 1:
+        raise entries.refusal(_ATTENTION_FACTOR, given, f"it is 1 without {FACTORS['long_factor']}")
+    if tables:
         return _tabled_scaling(entries, head_dim)
     if is_plain:
         return None
@@ -337,22 +339,26 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
 
 def rope_tables(file: Described) -> set[str]:
     """The tables of RoPE factors in a file that are read for its architecture."""
-    return file.tensors.keys() & _TABLES.get(str(family_of(file.metadata)), set())
+    tables = _TABLES.get(str(family_of(file.metadata)), set())
+    return tables if tables <= file.tensors.keys() else set()
 
 
-def _longrope(entries: _Metadata) -> dict[str, Any]:
-    """Phi 3's scaling. One that goes by the length of a sequence is that of the original length."""
-    length = "rope.scaling.original_context_length"
+def _longrope(entries: _Metadata, head_dim: int) -> dict[str, Any]:
+    """Phi 3's scaling, of which the long factors are for sequences beyond the original length."""
     tables = {
         key: [_number(float(value)) for value in entries.file.rows(table, slice(None))]
         for key, table in FACTORS.items()
     }
+    pairs = entries.get("rope.dimension_count", head_dim) // 2
+    if {*map(len, tables.values())} != {pairs}:
+        raise BundleError(
+            f"{entries.where}: its tables of RoPE factors do not have {pairs} numbers"
+        )
     return {
-        **{
-            "rope_type": "longrope",
-            "attention_factor": _number(entries.get(_ATTENTION_FACTOR, 1.0)),
-        },
-        **{"original_max_position_embeddings": entries.get(length), **tables},
+        "rope_type": "longrope",
+        "attention_factor": _number(entries.get(_ATTENTION_FACTOR, 1.0)),
+        "original_max_position_embeddings": entries.get("rope.scaling.original_context_length"),
+        **tables,
     }
 
 

@@ -14,7 +14,7 @@ from model_types.tiny import tiny
 from support.checkpoints import weights_of, whole
 from support.gguf_files import Blocks, random_blocks, write_gguf, write_with
 
-from export.fused.gguf_metadata import add_metadata
+from export.fused.gguf_metadata import Announced, add_metadata
 from export.sources.families import (
     build_model,
     completed_config,
@@ -23,9 +23,9 @@ from export.sources.families import (
     normalise_config,
 )
 from export.sources.gguf_blocks import transcode
-from export.sources.gguf_config import llama3_factors
+from export.sources.gguf_config import llama3_factors, read_config
 from export.sources.gguf_keys import FIXED, NEUTRAL, USED
-from export.sources.gguf_names import tensor_names
+from export.sources.gguf_names import architecture_of, tensor_names
 from export.sources.open import open_checkpoint
 from export.sources.random import PRESETS
 from runtime.core.errors import BundleError
@@ -351,6 +351,33 @@ def test_gemmas_windows_are_those_of_llama_cpp(
     entries = {f"arch.attention.{key}": value for key, value in entries.items()}
     with open_checkpoint(str(of_preset(tmp_path / "m.gguf", "tiny-gemma3", entries))) as read:
         assert read.config["sliding_window_pattern"] == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "missing", "setting", "value"),
+    [
+        ("granite", "embedding_scale", "embedding_multiplier", 1.0),
+        ("granite", "attention.scale", "attention_multiplier", 0.25),
+        ("gemma2", "attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+        ("qwen2_moe", "expert_feed_forward_length", "moe_intermediate_size", 48),
+        ("qwen2_moe", "expert_shared_feed_forward_length", "shared_expert_intermediate_size", 96),
+    ],
+)
+def test_entries_that_are_missing_have_the_defaults_of_llama_cpp(
+    family: str, missing: str, setting: str, value: float
+) -> None:
+    raw = tiny(family, head_dim=16)
+    config = completed_config(family, normalise_config(raw, family, True))
+    for gone in (None, 0):
+        writer = gguf.GGUFWriter(None, architecture_of(family))
+        add_metadata(writer, family, config, config["vocab_size"])
+        entries = {key: entry.value for key, entry in writer.kv_data[0].items()}
+        key = f"{writer.arch}.{missing}"
+        assert entries.pop(key) == config[setting]
+        if gone is not None:
+            entries[key] = gone
+        file = Announced(entries, {"token_embd.weight": ZEROS}, {})
+        assert read_config(file, family)[setting] == value
 
 
 def test_a_table_of_factors_is_llamas_alone(tmp_path: Path) -> None:
