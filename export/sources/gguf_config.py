@@ -219,11 +219,8 @@ def _config(entries: _Metadata) -> dict[str, Any]:
     elif window := get("attention.sliding_window", 0):
         config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
         if family not in _LISTED and window < config["max_position_embeddings"]:
-            raise entries.refusal(
-                "attention.sliding_window",
-                window,
-                "to train on sequences within it, set context_length to at most its width",
-            )
+            way_out = "to train on sequences within it, set context_length to at most its width"
+            raise entries.refusal("attention.sliding_window", window, way_out)
     if family in _NORMED:
         config["norm_topk_prob"] = _NORMED[family]
     if family == "lfm2":  # says the heads of each layer, none for convolutions
@@ -326,10 +323,8 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
         )
     scaling = {"rope_type": rope_type, "factor": factor}
     if rope_type == "yarn":
-        key = "rope.scaling.original_context_length"
-        scaling["original_max_position_embeddings"] = entries.get(
-            key, entries.get("context_length")
-        )
+        length = entries.get("rope.scaling.original_context_length", entries.get("context_length"))
+        scaling["original_max_position_embeddings"] = length
     for key, name in OF_SCALING.get(entries.family, {}).items():
         scaling[name] = _number(entries.get(key, 0.0))
     if "mscale_all_dim" in scaling:  # llama.cpp has one for both
@@ -366,11 +361,8 @@ def _tabled_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any]:
     """The scaling of Llama 3 that a file's table was made by."""
     factors = entries.file.rows(ROPE_FREQS, slice(None))
     scaling = {
-        "rope_type": "llama3",
-        "factor": float(factors.max()),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
+        **{"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0},
+        **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
     }
     published = llama3_factors(float(entries.get("rope.freq_base", 1e4)), head_dim, scaling)
     if factors.shape != published.shape or not np.allclose(factors, published, rtol=1e-4):
