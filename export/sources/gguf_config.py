@@ -303,7 +303,7 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
     is_plain = rope_type == "none" or (rope_type == "linear" and factor == 1)
     tables = rope_tables(entries.file)
     is_long = tables == {*FACTORS.values()}
-    if tables and not (is_plain or (is_long and rope_type == "longrope")):
+    if tables and not (is_plain or (is_long and rope_type == "longrope" and factor == 1)):
         raise BundleError(
             f"{where}: {' and '.join(sorted(tables))} beside {arch}.rope.scaling.type "
             f"{rope_type!r} with factor {factor:g} is not supported; one of both must go"

@@ -55,9 +55,10 @@ def architecture_of(family: str) -> str:
 def family_of(metadata: Mapping[str, Any]) -> str | None:
     """The family of a file's model; None where its architecture is not known."""
     arch = metadata.get("general.architecture")
-    families = [family for family, known in ARCHITECTURES.items() if known == arch]
-    marked = [f for f in families if f in _MARKS and np.any(metadata.get(f"{arch}.{_MARKS[f]}", 0))]
-    return next(iter([*marked, *(f for f in families if f not in _MARKS)]), None)
+    families = [family for family, known in ARCHITECTURES.items() if str(arch) == known]
+    marks = {family: metadata.get(f"{arch}.{key}") for family, key in _MARKS.items()}
+    marked = (f for f in families if isinstance(marks.get(f), int) and marks[f])
+    return next(marked, next((f for f in families if f not in _MARKS), None))
 
 
 def tensor_names(family: str, layers: int) -> Callable[[str], str | None]:

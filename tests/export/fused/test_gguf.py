@@ -26,7 +26,7 @@ from export.fused.model import FusedCheckpoint
 from export.sources.gguf_config import read_config
 from export.sources.gguf_file import GGUFFile
 from runtime.bundle.store import Bundle
-from runtime.core.errors import UsageError
+from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
 
 SAME = 1e-5  # of the largest logit: the same weights in float32
@@ -234,10 +234,14 @@ def config_of(**more: object) -> dict[str, object]:
     }  # fmt: skip
 
 
-def written_config(path: Path, arch: str, family: str, config: dict[str, object]) -> dict:
+def written_config(
+    path: Path, arch: str, family: str, config: dict[str, object], factor: float | None = None
+) -> dict:
     """A configuration as our reader finds it in a file of it, with an embedding alone."""
     writer = gguf.GGUFWriter(path, arch)
     add_metadata(writer, family, config, 8)
+    if factor is not None:
+        writer.add_rope_scaling_factor(factor)
     writer.add_tensor("token_embd.weight", np.zeros((8, 128), np.float32))
     for name, table in rope_tables(config).items():
         writer.add_tensor(name, table)
@@ -271,6 +275,8 @@ def test_a_scaling_by_length_is_read_for_the_original_length(tmp_path: Path) -> 
     assert found["max_position_embeddings"] == 2048
     factor = math.sqrt(1 + math.log(4) / math.log(2048))  # of a length of 8,192
     assert found["rope_scaling"] == {**scaling, "attention_factor": pytest.approx(factor, 1e-6)}
+    with pytest.raises(BundleError, match=r"rope_factors_short\.weight beside .* with factor 4"):
+        written_config(tmp_path / "other.gguf", "phi3", "phi3", config, 4.0)
 
 
 @pytest.mark.parametrize(

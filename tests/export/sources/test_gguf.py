@@ -145,6 +145,13 @@ def test_bad_gguf_files_are_refused(tmp_path: Path) -> None:
         BundleError, match="'mamba' is not supported; supported are chatglm, cohere2, command-r"
     ):
         open_checkpoint(str(write_gguf(path, config, arrays, architecture="mamba")))
+    for entries in (
+        {"general.architecture": [1, 2]},
+        {"split.count": [2, 3]},
+        {"split.count": "x"},
+    ):
+        with pytest.raises(BundleError):
+            open_checkpoint(str(write_with(path, config, arrays, entries)))
     with pytest.raises(BundleError, match="one of 3 parts; give the first one"):
         open_checkpoint(
             str(write_gguf(path, config, arrays, change=lambda w: w.add_uint16("split.count", 3)))
