@@ -67,8 +67,7 @@ def _write(adapter: Adapter, path: Path, base: str) -> None:
 
 def _add_tensors(file: GGUFWriter, adapter: Adapter) -> None:
     manifest = adapter.manifest
-    arch = architecture_of(manifest.family)
-    name_of = tensor_names(arch, len(manifest.layers))
+    name_of = tensor_names(manifest.family, len(manifest.layers))
     if adapter.lookup and adapter.tied:
         raise UsageError(
             f"--to gguf: llama.cpp would take the adapter of {adapter.lookup} for the head too, "
@@ -79,7 +78,7 @@ def _add_tensors(file: GGUFWriter, adapter: Adapter) -> None:
         name = f"{module}.weight"
         stored = name_of(name)
         if stored is None:
-            raise UsageError(f"--to gguf: llama.cpp's {arch} has no tensor for {name}")
+            raise UsageError(f"--to gguf: llama.cpp's {file.arch} has no tensor for {name}")
         times = term.a.shape[1] // manifest.lora.rank  # llama.cpp divides alpha by each rank
         columns = np.ascontiguousarray(term.b.T * np.float32(times))  # (out, r)
         order = None

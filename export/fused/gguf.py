@@ -17,12 +17,12 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 
 from export.fused.checkpoint import check_space
-from export.fused.gguf_metadata import add_metadata, check_metadata, rope_factors
+from export.fused.gguf_metadata import add_metadata, check_metadata, rope_tables
 from export.fused.gguf_vocabulary import add_vocabulary
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
 from export.sources.families import NORM_NEUTRAL
-from export.sources.gguf_config import ROPE_FREQS
+from export.sources.gguf_config import entries_of
 from export.sources.gguf_file import is_model
 from export.sources.gguf_names import architecture_of, model_rows, tensor_names
 from export.stored import F32, FloatType, numpy_type
@@ -33,6 +33,7 @@ from runtime.core.folder_writer import FolderWriter
 from runtime.core.notes import Progress
 
 FILE = "model.gguf"  # in a folder
+_EXACT = (".bias", "ffn_gate_inp.weight")  # matrices that llama.cpp has in float32: of routers
 SUFFIX = ".gguf"
 _GGML = {
     "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
@@ -104,33 +105,35 @@ def _write(
 
 
 def _add_rope_factors(writer: GGUFWriter, model: FusedCheckpoint) -> list[_Tensor]:
-    """Announce the table of Llama 3's RoPE scaling, where the model has it."""
-    factors = rope_factors(model.config)
-    if factors is None:
-        return []
-    writer.add_tensor_info(
-        ROPE_FREQS, factors.shape, factors.dtype, factors.nbytes, GGMLQuantizationType.F32
-    )
-    return [_Tensor(factors.nbytes, iter([factors.tobytes()]))]
+    """Announce the tables of the scaling of positions, where the model has some."""
+    tables = rope_tables(model.config)
+    for name, table in tables.items():
+        writer.add_tensor_info(
+            name, table.shape, table.dtype, table.nbytes, GGMLQuantizationType.F32
+        )
+    return [_Tensor(table.nbytes, iter([table.tobytes()])) for table in tables.values()]
 
 
 def _add_tensors(
     writer: GGUFWriter, model: FusedCheckpoint, dtype: FloatType, progress: Progress
 ) -> list[_Tensor]:
     """Announce the model's tensors. Returns them in the order in which they are to be written."""
-    arch = architecture_of(model.family)
-    name_of = tensor_names(arch, int(model.config["num_hidden_layers"]))
+    name_of = tensor_names(model.family, int(model.config["num_hidden_layers"]))
+    counts = entries_of(model.family).get("expert_count", "")
     slices = Slices(sum(math.prod(model.shape(name)) for name in model.names()), progress)
     tensors: list[_Tensor] = []
     for name in model.names():
         stored = name_of(name)
         if stored is None:
-            raise UsageError(f"--format gguf: {arch} files have no tensor {name}; use --format hf")
+            raise UsageError(
+                f"--format gguf: {writer.arch} files have no tensor {name}; use --format hf"
+            )
         shape = model.shape(name)
-        form: FloatType = dtype if len(shape) == 2 else "float32"
+        is_exact = len(shape) != 2 or stored.endswith(_EXACT)
+        form: FloatType = "float32" if is_exact else dtype
         item = numpy_type(form)
         nbytes = math.prod(shape) * item.itemsize
-        experts = model.config["num_experts"] if ".switch_mlp." in name else 0
+        experts = model.config[counts] if stored.endswith("_exps.weight") else 0
         stated = (experts, shape[0] // experts, *shape[1:]) if experts else shape
         stated = stated[:2] if stated[2:] == (1,) else stated  # of filters
         writer.add_tensor_info(stored, stated, item, nbytes, _GGML[form][0])

@@ -5,19 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from gguf import GGUFWriter, RopeScalingType
 
 from export.sources.families import completed_config, normalise_config
 from export.sources.general import is_neutral_name
 from export.sources.gguf_config import (
-    GEMMA_27B_LAYERS,
+    FACTORS,
+    OF_SCALING,
+    ROPE_FREQS,
+    WINDOWED,
     as_stated,
     entries_of,
     llama3_factors,
     read_config,
 )
+from export.sources.rope import ORIGINAL_LENGTH, longrope
 from export.sources.settings import neutral_settings
-from export.sources.windows import unlike_full
+from export.sources.windows import FULL, SLIDING, layer_types, unlike_full
 from export.stored import F32
 from runtime.core.errors import UsageError
 
@@ -26,14 +31,15 @@ _CLOSE = 1e-6  # of a number that a file has in float32
 _NOT_COMPARED = {
     *(
         "model_type",
-        "layer_types",
         "rope_scaling",
+        "original_max_position_embeddings",
         "block_ff_dim",
         "block_multiple_of",
         "block_ffn_dim_multiplier",
     ),
 }
 _YARN = {"rope_type", "type", "factor", "original_max_position_embeddings"}
+_USUAL = {"beta_fast": 32, "beta_slow": 1, "truncate": True}  # what llama.cpp has
 
 
 def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_size: int) -> None:
@@ -58,32 +64,39 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
     writer.add_value_length(head_dim)
     part = config.get("partial_rotary_factor")
     writer.add_rope_dimension_count(int(head_dim * (1 if part is None else part)))
-    for key, name in entries_of(writer.arch).items():
+    for key, name in entries_of(family).items():
+        if config[name] is None:
+            raise _refusal(name, None, "a number")
         add = writer.add_float32 if isinstance(config[name], float) else writer.add_uint32
         add(f"{writer.arch}.{key}", config[name])
     if "rope_theta" in config:
         writer.add_rope_freq_base(float(config["rope_theta"]))
     _add_rope_scaling(writer, family, config)
-    if family == "gemma3_text":
-        scale = hidden // heads if config["num_hidden_layers"] == GEMMA_27B_LAYERS else head_dim
-        if config["query_pre_attn_scalar"] != scale:
-            raise _refusal("query_pre_attn_scalar", config["query_pre_attn_scalar"], str(scale))
-        writer.add_sliding_window(config["sliding_window"])
-        writer.add_sliding_window_pattern(config["sliding_window_pattern"])
+    if "rope_local_base_freq" in config:
         writer.add_rope_freq_base_swa(float(config["rope_local_base_freq"]))
-    elif "sliding_attention" in (config.get("layer_types") or ()):
-        raise _refusal("layer_types", "sliding_attention", "full_attention in every layer")
+    types = config.get("layer_types") or ()
+    if family in WINDOWED:
+        writer.add_sliding_window(config["sliding_window"] or 0)
+        periods = range(1, len(types) + 2)
+        period = next((n for n in periods if layer_types(n, len(types)) == types), 0)
+        if not period:
+            writer.add_sliding_window_pattern([kind == SLIDING for kind in types])
+        elif period != WINDOWED[family][1]:  # which not all of llama.cpp's versions read
+            writer.add_sliding_window_pattern(period)
+    elif SLIDING in types:
+        raise _refusal("layer_types", SLIDING, f"{FULL} in every layer")
 
 
 @dataclass(frozen=True)
-class _Announced:
+class Announced:
     """What a writer has been told, as a reader will find it."""
 
     metadata: dict[str, Any]
     tensors: dict[str, Any]
+    tables: dict[str, F32]
 
     def rows(self, name: str, index: slice) -> F32:
-        raise NotImplementedError(f"{name} has not been written yet")
+        return self.tables[name][index]
 
 
 def check_metadata(writer: GGUFWriter, family: str, config: dict[str, Any]) -> None:
@@ -92,8 +105,10 @@ def check_metadata(writer: GGUFWriter, family: str, config: dict[str, Any]) -> N
     Raises:
         UsageError: a setting is another one there, since the file cannot say it.
     """
+    if ROPE_FREQS in writer.tensors[0]:
+        return  # Llama's, whose settings are refused one by one: read are published tables alone
     entries = {key: entry.value for key, entry in writer.kv_data[0].items()}
-    raw = read_config(_Announced(entries, writer.tensors[0]), family)
+    raw = read_config(Announced(entries, writer.tensors[0], rope_tables(config)), family)
     again = normalise_config(raw, family, not raw["tie_word_embeddings"])
     again = completed_config(again["model_type"], again)
     if config.get("position_embedding_type", "rope") != "rope":
@@ -112,12 +127,17 @@ def head_dim_of(config: dict[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def rope_factors(config: dict[str, Any]) -> F32 | None:
-    """The table (head_dim / 2,) that Llama 3 files have in place of metadata; None for others."""
+def rope_tables(config: dict[str, Any]) -> dict[str, F32]:
+    """The tables that files have of Llama 3's scaling, and of LongRoPE, by name."""
     scaling = config.get("rope_scaling") or {}
-    if _type_of(scaling) != "llama3":
-        return None
-    return llama3_factors(float(config["rope_theta"]), head_dim_of(config), scaling)
+    if _type_of(scaling) == "llama3":
+        base = float(config["rope_theta"])
+        return {ROPE_FREQS: llama3_factors(base, head_dim_of(config), scaling)}
+    return {
+        table: np.array(scaling[key], np.float32)
+        for key, table in FACTORS.items()
+        if _type_of(scaling) == "longrope"
+    }
 
 
 def _add_rope_scaling(writer: GGUFWriter, family: str, config: dict[str, Any]) -> None:
@@ -125,14 +145,28 @@ def _add_rope_scaling(writer: GGUFWriter, family: str, config: dict[str, Any]) -
     kind = _type_of(scaling)
     if kind == "default" or (kind == "llama3" and family == "llama"):
         return
+    if kind == "longrope" and family == "phi3":
+        longest = config["max_position_embeddings"]
+        turned = 2 * len(scaling["short_factor"])
+        factor = longrope(scaling, float(config["rope_theta"]), turned, longest)[1]
+        writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_attn_factors(factor)
+        writer.add_rope_scaling_orig_ctx_len(scaling[ORIGINAL_LENGTH])
+        return
     if kind not in ("linear", "yarn"):
-        raise _refusal("rope_scaling", kind, "linear, yarn, or llama3 for Llama")
-    if more := sorted(set(scaling) - _YARN):
-        raise _refusal("rope_scaling", f"{kind} with {', '.join(more)}", "without these")
+        raise _refusal("rope_scaling", kind, "linear, yarn, llama3 for Llama, longrope for Phi 3")
+    others = {key: value for key, value in scaling.items() if key not in _YARN}
+    for key, name in OF_SCALING.get(family, {}).items():
+        writer.add_float32(f"{writer.arch}.{key}", others.pop(name))
+    if others.get("mscale") == scaling.get("mscale_all_dim"):  # llama.cpp has one for both
+        others.pop("mscale", None)
+    if more := {key: value for key, value in others.items() if _USUAL.get(key) != value}:
+        said = ", ".join(f"{key} {value}" for key, value in sorted(more.items()))
+        raise _refusal("rope_scaling", f"{kind} with {said}", "without these")
     writer.add_rope_scaling_type(RopeScalingType(kind))
     writer.add_rope_scaling_factor(float(scaling["factor"]))
     if kind == "yarn":
-        length = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
+        length = scaling.get(ORIGINAL_LENGTH, config["max_position_embeddings"])
         writer.add_rope_scaling_orig_ctx_len(length)
 
 

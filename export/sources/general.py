@@ -362,11 +362,12 @@ def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
         full["position_embedding_type"] = full.get("position_embedding_type") or "nope"
     if SLIDING in (full.get("layer_types") or ()):
         _check_window(full.get("sliding_window"), where)
+    full.pop("_sliding_window_pattern", None)  # transformers writes it beside what it reads
     if "layer_types" not in known and "sliding_window_pattern" in known and full.get("layer_types"):
         written = str(_parameters(family)["sliding_window_pattern"].annotation)
-        full["sliding_window_pattern"] = pattern_of(
-            full.pop("layer_types"), "str" in written, where
-        )
+        types, letters = full.pop("layer_types"), "str" in written
+        has_none = letters and full.get("sliding_window") is None and {*types} == {FULL}
+        full["sliding_window_pattern"] = None if has_none else pattern_of(types, letters, where)
     alternates = "layer_types" not in known and "full_attention_interval" in known
     if alternates and (types := full.pop("layer_types", None)):
         full["full_attention_interval"] = _interval_of(list(types), where)

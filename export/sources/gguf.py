@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,10 @@ from gguf.quants import dequantize
 
 from export.sources.families import NORM_NEUTRAL, expected_shapes, normalise_config
 from export.sources.gguf_blocks import TRANSCODINGS, Transcoding, transcode
-from export.sources.gguf_config import ROPE_FREQS, has_rope_table, read_config
+from export.sources.gguf_config import read_config, rope_tables
 from export.sources.gguf_file import GGUFFile, GGUFTensor
 from export.sources.gguf_keys import unknown_metadata
-from export.sources.gguf_names import stored_rows, tensor_names
+from export.sources.gguf_names import ARCHITECTURES, stored_rows, tensor_names
 from export.sources.gguf_tokenizer import convert_tokenizer
 from export.sources.source import Checkpoint, check_tensors
 from export.stored import F32, QuantizedForm, QuantizedRows
@@ -31,26 +32,20 @@ from runtime.core.errors import BundleError
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A single GGUF file of a supported architecture.
+    """A GGUF file of a supported architecture, or the first of several that are parts of one.
 
-    Raises BundleError for another architecture, a split, truncated or inconsistent file.
+    Raises BundleError for another architecture, and for a truncated or inconsistent file.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = GGUFFile(path)
         meta = self._file.metadata
         raw = read_config(self._file, str(path))
-        arch = str(meta["general.architecture"])
-        if meta.get("split.count", 1) not in (0, 1):
-            raise BundleError(
-                f"{path}: one of {meta['split.count']} parts; join them first with "
-                "llama-gguf-split --merge"
-            )
-        unknown = unknown_metadata(meta, arch, str(path))
+        unknown = unknown_metadata(meta, raw["model_type"], str(path))
         config = normalise_config(raw, str(path), "output.weight" in self._file.tensors)
         family = str(config["model_type"])
         expected = expected_shapes(family, config, str(path))
-        self._stored = _stored_names(self._file, arch, config["num_hidden_layers"], expected)
+        self._stored = _stored_names(self._file, raw, expected)
         for name, stored in self._stored.items():
             self._file.tensors[stored] = _flat(self._file.tensors[stored], expected.get(name, ()))
         shapes = {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
@@ -61,8 +56,8 @@ class GGUFCheckpoint(Checkpoint):
         provenance = {
             "kind": "gguf",
             "name": str(meta.get("general.name", path.stem)),
-            "architecture": arch,
-            "files": [{"name": path.name, "bytes": self._file.bytes}],
+            "architecture": str(meta["general.architecture"]),
+            "files": [{"name": name, "bytes": size} for name, size in self._file.parts.items()],
             "types": {type_.name: count for type_, count in sorted(types.items())},
         }
         if digests := checked(meta.get(IN_GGUF, []), str(path)):
@@ -79,6 +74,12 @@ class GGUFCheckpoint(Checkpoint):
                 f"{path} does not say how its tokenizer splits text (tokenizer.ggml.pre): it is "
                 "split as GPT-2 does, which may give other tokens than the model learnt; convert "
                 "the model again with a newer llama.cpp"
+            )
+        longest = raw["max_position_embeddings"]
+        if longest < meta[f"{ARCHITECTURES[family]}.context_length"]:
+            warnings.append(
+                f"{path} turns positions otherwise where there are more than {longest:,} tokens; "
+                "it is read as a model for sequences of at most so many"
             )
         self.warnings, self.given = warnings, raw
 
@@ -133,17 +134,16 @@ def _flat(tensor: GGUFTensor, expected: tuple[int, ...]) -> GGUFTensor:
 
 
 def _stored_names(
-    file: GGUFFile, arch: str, layers: int, expected: Iterable[str]
+    file: GGUFFile, config: dict[str, Any], expected: Iterable[str]
 ) -> dict[str, str]:
     """mlx-lm's name -> the file's, for all tensors of the file, but for a RoPE table that is used.
 
     A tensor that the model does not have is listed by the file's name, to be refused by it.
     """
-    name_of = tensor_names(arch, layers)
+    name_of = tensor_names(config["model_type"], config["num_hidden_layers"])
     stored = {name: name_of(name) for name in expected}
     present = {name: own for name, own in stored.items() if own is not None and own in file.tensors}
-    table = {ROPE_FREQS} if has_rope_table(file, arch) else set()
-    others = file.tensors.keys() - set(present.values()) - table
+    others = file.tensors.keys() - set(present.values()) - rope_tables(file)
     return {**present, **{name: name for name in sorted(others)}}
 
 

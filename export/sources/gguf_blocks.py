@@ -10,7 +10,7 @@ change, but Q4_K would take 6 bits for a weight instead of 5.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -186,28 +186,18 @@ def _whole_steps(values: F32, factors: F32) -> tuple[Octets, F32]:
     return codes.astype(np.uint8), steps * signs
 
 
+_AFFINE = QuantizedForm(4, 32, "affine", "float16")
+_SYMMETRIC = QuantizedForm(8, 32, "symmetric", "float16")
 # the types that a bundle stores as integers; floats and types with a codebook are not among them
-TRANSCODINGS: dict[GGMLQuantizationType, Transcoding] = {
-    GGMLQuantizationType.Q4_0: Transcoding(
-        QuantizedForm(4, 32, "symmetric", "float16"), True, _q4_0
-    ),
-    GGMLQuantizationType.Q4_1: Transcoding(QuantizedForm(4, 32, "affine", "float16"), True, _q4_1),
-    GGMLQuantizationType.Q5_0: Transcoding(
-        QuantizedForm(8, 32, "symmetric", "float16"), True, _q5_0
-    ),
-    GGMLQuantizationType.Q5_1: Transcoding(QuantizedForm(8, 32, "affine", "float16"), True, _q5_1),
-    GGMLQuantizationType.Q8_0: Transcoding(
-        QuantizedForm(8, 32, "symmetric", "float16"), True, _q8_0
-    ),
-    GGMLQuantizationType.Q2_K: Transcoding(
-        QuantizedForm(8, 32, "symmetric", "float16"), False, _q2_k
-    ),
-    GGMLQuantizationType.Q3_K: Transcoding(
-        QuantizedForm(8, 128, "symmetric", "float16"), True, _q3_k
-    ),
-    GGMLQuantizationType.Q4_K: Transcoding(QuantizedForm(4, 32, "affine", "float16"), False, _q4_k),
-    GGMLQuantizationType.Q5_K: Transcoding(QuantizedForm(8, 32, "affine", "float16"), False, _q5_k),
-    GGMLQuantizationType.Q6_K: Transcoding(
-        QuantizedForm(8, 32, "symmetric", "float16"), False, _q6_k
-    ),
+TRANSCODINGS = {
+    GGMLQuantizationType.Q4_0: Transcoding(replace(_SYMMETRIC, bits=4), True, _q4_0),
+    GGMLQuantizationType.Q4_1: Transcoding(_AFFINE, True, _q4_1),
+    GGMLQuantizationType.Q5_0: Transcoding(_SYMMETRIC, True, _q5_0),
+    GGMLQuantizationType.Q5_1: Transcoding(replace(_AFFINE, bits=8), True, _q5_1),
+    GGMLQuantizationType.Q8_0: Transcoding(_SYMMETRIC, True, _q8_0),
+    GGMLQuantizationType.Q2_K: Transcoding(_SYMMETRIC, False, _q2_k),
+    GGMLQuantizationType.Q3_K: Transcoding(replace(_SYMMETRIC, group_size=128), True, _q3_k),
+    GGMLQuantizationType.Q4_K: Transcoding(_AFFINE, False, _q4_k),
+    GGMLQuantizationType.Q5_K: Transcoding(replace(_AFFINE, bits=8), False, _q5_k),
+    GGMLQuantizationType.Q6_K: Transcoding(_SYMMETRIC, False, _q6_k),
 }

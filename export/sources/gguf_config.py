@@ -9,59 +9,81 @@ from typing import Any, Protocol
 import numpy as np
 
 from export.sources.general import settings_class
-from export.sources.gguf_names import ARCHITECTURES
+from export.sources.gguf_names import ARCHITECTURES, family_of
+from export.sources.windows import FULL, SLIDING, layer_types
 from export.stored import F32
 from runtime.core.errors import BundleError
 
-ROPE_FREQS = "rope_freqs.weight"  # a table that Llama 3 files have instead of metadata
+# tables that files have instead of metadata: Llama 3's, and those of LongRoPE
+ROPE_FREQS = "rope_freqs.weight"
+FACTORS = {f"{length}_factor": f"rope_factors_{length}.weight" for length in ("short", "long")}
+_TABLES = {"llama": {ROPE_FREQS}, "phi3": {*FACTORS.values()}}
 
 _ROPE_SCALINGS = frozenset({"linear", "yarn"})
+_ATTENTION_FACTOR = "rope.scaling.attn_factor"
 _HEAD_DIMS = (
     *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
     *("rope.dimension_count", "rope.dimension_count_swa"),
 )
-_PARTIAL = (
-    "glm4",
-    "phi3",
-    "nemotron",
-    "stablelm",
-)  # architectures that may turn a part of each head
-# an architecture's entries beside the sizes -> transformers' names of the settings
+# families that may turn a part of each head
+_PARTIAL = ("glm", "glm4", "phi", "phi3", "nemotron", "stablelm")
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_LOCAL = {**_EXPERTS, "expert_count": "num_local_experts"}
+_SCALES = {
+    **{"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"},
+    **{"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"},
+}
+_OWN_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
+_SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+# a family's entries beside the sizes -> transformers' names of the settings
 _OTHERS = {
-    "granite": {
-        **{"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"},
-        **{"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"},
-    },
-    "command-r": {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
-    "starcoder2": {"attention.layer_norm_epsilon": "norm_epsilon"},
-    "gpt2": {"attention.layer_norm_epsilon": "layer_norm_epsilon"},
-    "lfm2": {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
-    "exaone": {"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
-    "nemotron": {"attention.layer_norm_epsilon": "norm_eps"},
-    "stablelm": {"attention.layer_norm_epsilon": "layer_norm_eps"},
-    "qwen3moe": {
-        **{"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
-        "expert_feed_forward_length": "moe_intermediate_size",
-    },
+    **{"granite": _SCALES, "granitemoehybrid": _SCALES, "granitemoe": _SCALES | _LOCAL},
+    **{"mixtral": _LOCAL, "olmoe": _EXPERTS, "qwen3_moe": _EXPERTS | _OWN_WIDTH},
+    **{"qwen2_moe": _EXPERTS | _OWN_WIDTH | _SHARED_WIDTH},
+    "gpt_oss": {**_LOCAL, "expert_feed_forward_length": "intermediate_size"},
+    "gemma2": dict(zip(_CAPS, _CAPS, strict=True)),
+    **{"cohere": {"logit_scale": "logit_scale"}, "cohere2": {"logit_scale": "logit_scale"}},
+    "lfm2": {"shortconv.l_cache": "conv_L_cache"},
 }
-# what llama.cpp computes in any case, where transformers has a setting for it
-_ALWAYS = {"qwen3moe": {"norm_topk_prob": True}}
-# a tensor -> the settings that are on if a file has it
+# the epsilon of a family's norms, where it is not `rms_norm_eps`: with a mean, and without
+_LAYER_NORMS = {
+    **dict.fromkeys(("cohere", "cohere2", "phi", "stablelm"), "layer_norm_eps"),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), "layer_norm_epsilon"),
+    **{"starcoder2": "norm_epsilon", "nemotron": "norm_eps"},
+}
+_RMS_NORMS = {"lfm2": "norm_eps", "exaone": "layer_norm_epsilon"}
+# entries for the scaling of positions -> transformers' names inside of it
+OF_SCALING = {
+    "ministral3": {
+        "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+        "attention.temperature_scale": "llama_4_scaling_beta",
+    }
+}
+# whether the weights of a token's experts are divided by their sum, of which files say nothing
+_NORMED = {"qwen3_moe": True, "qwen2_moe": False, "olmoe": False}
+# a setting -> the layers of which one has a bias where it is on
 _TOLD_BY = {
-    "blk.0.attn_q.bias": ("attention_bias",),
-    "blk.0.attn_output.bias": ("attention_out_bias", "use_bias"),
-    "blk.0.ffn_up.bias": ("mlp_bias",),
+    **dict.fromkeys(("attention_bias", "qkv_bias"), ("attn_q", "attn_qkv")),
+    **dict.fromkeys(("attention_out_bias", "use_bias"), ("attn_output",)),
+    "mlp_bias": ("ffn_up",),
 }
-_ALIKE = ("qwen2", "qwen3", "gemma3")  # with biases, or without, in every model
+_ALIKE = ("qwen2", "qwen3", "gemma3_text")  # with biases, or without, in every model
 _CONVOLUTION = "conv"  # a type of layer
-GEMMA_27B_LAYERS = 62  # the one size whose attention is not scaled by its head dimension
+# the one size of each whose attention is not scaled by its head dimension
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
+_LOCAL_BASE = {"gemma3_text": 1e4}  # the base of positions in its layers with windows
+# families with windows -> the width without an entry, and one in how many layers has none
+WINDOWED = {"gemma2": (4096, 2), "gemma3_text": (0, 6), "gpt_oss": (0, 2)}
+WINDOWED |= {"exaone4": (4096, 4), **dict.fromkeys(("cohere2", "olmo3"), (0, 4))}
+_EXAONE_32B_LAYERS = 64  # the one size that has them
 
 
-def entries_of(arch: str) -> dict[str, str]:
-    """An architecture's entries for numbers beside the sizes, with transformers' names of these."""
-    others = _OTHERS.get(arch, {})
-    has_epsilon = any("epsilon" in key for key in others)
-    return others if has_epsilon else {**others, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+def entries_of(family: str) -> dict[str, str]:
+    """A family's entries for numbers beside the sizes, with transformers' names of these."""
+    rms = "attention.layer_norm_rms_epsilon", _RMS_NORMS.get(family, "rms_norm_eps")
+    with_mean = "attention.layer_norm_epsilon", _LAYER_NORMS.get(family, "")
+    return {**_OTHERS.get(family, {}), **dict([with_mean if family in _LAYER_NORMS else rms])}
 
 
 class Described(Protocol):
@@ -83,7 +105,8 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration by the names of transformers, with the width that LFM2's MLPs really have."""
     names = settings_class(family).attribute_map.items()
     stated = {**config, **{name: config[own] for name, own in names if own in config}}
-    stated.setdefault("intermediate_size", 4 * stated["hidden_size"])  # GPT-2's
+    width = stated.get("n_inner") or 4 * stated["hidden_size"]
+    stated.setdefault("intermediate_size", width)  # GPT-2's
     if "shared_intermediate_size" in stated:  # Granite 4's, which then has no experts
         stated["intermediate_size"] = stated["shared_intermediate_size"]
     if stated.get("block_auto_adjust_ff_dim"):
@@ -91,6 +114,12 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
         width = int(stated["block_ffn_dim_multiplier"] * int(2 * stated["intermediate_size"] / 3))
         width = -(-width // part) * part
         stated |= {"intermediate_size": width, "block_auto_adjust_ff_dim": False}
+    if nested := stated.pop("rope_parameters", None):
+        stated |= {"rope_theta": nested["rope_theta"], "rope_scaling": {**nested}}
+        for key in ("rope_theta", "max_position_embeddings"):
+            stated["rope_scaling"].pop(key, None)
+    if pattern := stated.get("sliding_window_pattern"):
+        stated["layer_types"] = layer_types(pattern, stated["num_hidden_layers"])
     if _CONVOLUTION in (types := stated.get("layer_types") or ()):
         heads = stated["num_key_value_heads"]
         stated["num_key_value_heads"] = [heads * (kind != _CONVOLUTION) for kind in types]
@@ -102,14 +131,15 @@ def read_config(file: Described, where: str) -> dict[str, Any]:
 
     Raises BundleError for another architecture, or metadata that is missing or makes no sense.
     """
-    arch = file.metadata.get("general.architecture")
-    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+    family = family_of(file.metadata)
+    if family is None:
+        arch = file.metadata.get("general.architecture")
         raise BundleError(
             f"{where}: architecture {arch!r} is not supported; "
-            f"supported are {', '.join(sorted(ARCHITECTURES))}"
+            f"supported are {', '.join(sorted({*ARCHITECTURES.values()}))}"
         )
     try:
-        return _config(_Metadata(file, arch, where))
+        return _config(_Metadata(file, family, where))
     except (TypeError, ValueError) as e:  # a value of another type than it has to be
         raise BundleError(f"{where}: the metadata cannot be understood: {e}") from e
 
@@ -119,8 +149,13 @@ class _Metadata:
     """The entries of a file about its architecture, by keys without the architecture's name."""
 
     file: Described
-    arch: str
+    family: str
     where: str
+
+    @property
+    def arch(self) -> str:
+        """The architecture, with which the keys begin."""
+        return ARCHITECTURES[self.family]
 
     def get(self, key: str, default: Any = None) -> Any:
         """An entry. Raises BundleError if it is missing and has no default."""
@@ -129,20 +164,30 @@ class _Metadata:
             raise BundleError(f"{self.where}: metadata {self.arch}.{key} is missing")
         return value
 
+    def refusal(self, key: str, value: object, way_out: str) -> BundleError:
+        """The error for an entry with a value that is not computed."""
+        return BundleError(
+            f"{self.where}: {self.arch}.{key} = {value!r} is not supported; {way_out}"
+        )
+
 
 def _config(entries: _Metadata) -> dict[str, Any]:
-    file, arch, get = entries.file, entries.arch, entries.get
+    file, family, get = entries.file, entries.family, entries.get
     hidden, heads, kv_heads = _widths(entries)
-    head_dim = _head_dim(entries, hidden // heads)
+    head_dim, layers = _head_dim(entries, hidden // heads), get("block_count")
+    defaults = _defaults(entries, head_dim)
     config: dict[str, Any] = {
-        "model_type": ARCHITECTURES[arch],
+        "model_type": family,
         "hidden_size": hidden,
-        "num_hidden_layers": get("block_count"),
-        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "n_inner" if family == "gpt_bigcode" else "intermediate_size": get("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        **{name: _number(get(key)) for key, name in entries_of(arch).items()},
+        **{
+            name: _number(get(key, defaults.get(key)) or defaults.get(key, 0))
+            for key, name in entries_of(family).items()
+        },
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": get("context_length"),
         "rope_theta": float(get("rope.freq_base", 1e4)),
@@ -150,29 +195,37 @@ def _config(entries: _Metadata) -> dict[str, Any]:
     }
     if (scaling := _rope_scaling(entries, head_dim)) is not None:
         config["rope_scaling"] = scaling
-    if arch not in _ALIKE:
-        for tensor, names in _TOLD_BY.items():
-            config |= dict.fromkeys(names, tensor in file.tensors)
-    if arch in _PARTIAL:
+        if scaling.get("short_factor") != scaling.get("long_factor"):
+            config["max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    elif family not in ("llama", *_ALIKE):  # transformers scales some families' by default
+        config["rope_scaling"] = {"rope_type": "default"}
+    if family not in _ALIKE:
+        for setting, names in _TOLD_BY.items():
+            config[setting] = any(f"blk.0.{name}.bias" in file.tensors for name in names)
+    if family in _PARTIAL:
         config["partial_rotary_factor"] = get("rope.dimension_count", head_dim) / head_dim
-    if arch == "gemma3":
-        large = config["num_hidden_layers"] == GEMMA_27B_LAYERS
-        config |= {
-            "query_pre_attn_scalar": hidden // heads if large else head_dim,
-            "rope_local_base_freq": float(get("rope.freq_base_swa", 1e4)),
-            **_gemma_windows(entries),
-        }
+    if family in _GEMMA_27B_LAYERS:
+        large = layers == _GEMMA_27B_LAYERS[family]
+        config["query_pre_attn_scalar"] = hidden // heads if large else head_dim
+    base = float(get("rope.freq_base_swa", _LOCAL_BASE.get(family, config["rope_theta"])))
+    if family in _LOCAL_BASE:
+        config["rope_local_base_freq"] = base
+    elif base != config["rope_theta"]:
+        raise entries.refusal("rope.freq_base_swa", base, "the base of all layers must be one")
+    if not get("rope.scaling.finetuned", True) and "granite" in family:
+        raise entries.refusal("rope.scaling.finetuned", False, "each layer must have positions")
+    if family in WINDOWED:
+        config |= _windows(entries, layers)
     elif window := get("attention.sliding_window", 0):
         config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
         if window < config["max_position_embeddings"]:
-            raise BundleError(
-                f"{entries.where}: {arch}.attention.sliding_window = {window} is not supported; to "
-                "train on sequences within it, set context_length to at most its width"
-            )
-    config |= _ALWAYS.get(arch, {})
-    if arch == "lfm2":  # says the heads of each layer, none for convolutions
+            way_out = "to train on sequences within it, set context_length to at most its width"
+            raise entries.refusal("attention.sliding_window", window, way_out)
+    if family in _NORMED:
+        config["norm_topk_prob"] = _NORMED[family]
+    if family == "lfm2":  # says the heads of each layer, none for convolutions
         heads_of = np.ravel(get("attention.head_count_kv")).tolist()
-        types = [_CONVOLUTION if not heads else "full_attention" for heads in heads_of]
+        types = [_CONVOLUTION if not heads else FULL for heads in heads_of]
         config |= {"layer_types": types, "block_auto_adjust_ff_dim": False}
     for key in ("bos_token_id", "eos_token_id"):
         if f"tokenizer.ggml.{key}" in file.metadata:
@@ -185,23 +238,36 @@ def _number(value: float) -> float | int:
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
-def _gemma_windows(entries: _Metadata) -> dict[str, Any]:
+def _defaults(entries: _Metadata, head_dim: int) -> dict[str, float]:
+    """What llama.cpp takes where a file lacks one of these entries, or has 0."""
+    width, get = entries.get("feed_forward_length"), entries.get
+    return {
+        **{"embedding_scale": 1.0, "residual_scale": 1.0, "attention.scale": head_dim**-0.5},
+        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        "expert_feed_forward_length": width // max(1, get("expert_used_count", 1)),
+        "expert_shared_feed_forward_length": width,
+    }
+
+
+def _windows(entries: _Metadata, layers: int) -> dict[str, Any]:
     """Which layers see only so many tokens, as llama.cpp reads it: none without a window."""
-    window = entries.get("attention.sliding_window", 0)
-    if not window:
-        return {"sliding_window_pattern": 1}
-    pattern = entries.get("attention.sliding_window_pattern", 6)
-    if isinstance(pattern, np.ndarray):  # a value for each layer
-        types = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-        return {"sliding_window": window, "layer_types": types}
-    return {"sliding_window": window, "sliding_window_pattern": pattern}
+    width, period = WINDOWED[entries.family]
+    window = entries.get("attention.sliding_window", width)
+    if entries.family == "exaone4" and layers != _EXAONE_32B_LAYERS:
+        window = 0
+    pattern = entries.get("attention.sliding_window_pattern", period) if window else 1
+    if isinstance(pattern, int):
+        types = layer_types(pattern or layers + 1, layers)
+    else:  # a value for each layer
+        types = [SLIDING if slides else FULL for slides in pattern]
+    return {"layer_types": types, "sliding_window": window or None}
 
 
 def _widths(entries: _Metadata) -> tuple[int, int, int]:
     """The width of the hidden state, the heads of queries, and those of keys and values."""
     hidden, heads = entries.get("embedding_length"), entries.get("attention.head_count")
     kv_heads = entries.get("attention.head_count_kv", heads)
-    if entries.arch == "lfm2":
+    if entries.family == "lfm2":
         kv_heads = int(np.max(kv_heads))
     if "token_embd.weight" not in entries.file.tensors:
         raise BundleError(f"{entries.where}: token_embd.weight is missing")
@@ -218,18 +284,16 @@ def _head_dim(entries: _Metadata, default: int) -> int:
     """The numbers of a head's keys, of which there must be as many in a value and in RoPE."""
     head_dim: int = entries.get("attention.key_length", default)
     for key in _HEAD_DIMS:
-        if key == "rope.dimension_count" and entries.arch in _PARTIAL:
+        if key == "rope.dimension_count" and entries.family in _PARTIAL:
             continue
         if (given := entries.get(key, head_dim)) != head_dim:
-            raise BundleError(
-                f"{entries.where}: {entries.arch}.{key} = {given!r} is not supported; values, keys "
-                f"and positions must have the {head_dim} numbers of a head's keys"
-            )
+            must = f"values, keys and positions must have the {head_dim} numbers of a head's keys"
+            raise entries.refusal(key, given, must)
     return head_dim
 
 
 def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
-    """RoPE scaling from the metadata, or from the table of factors that Llama 3 files have.
+    """RoPE scaling from the metadata, or from tables of factors.
 
     The defaults are those of llama.cpp's loader, which has an older name of the factor, too.
     """
@@ -237,12 +301,18 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
     rope_type = entries.get("rope.scaling.type", "linear")
     factor = float(entries.get("rope.scaling.factor", entries.get("rope.scale_linear", 0)) or 1)
     is_plain = rope_type == "none" or (rope_type == "linear" and factor == 1)
-    if has_rope_table(entries.file, arch):
-        if not is_plain:
-            raise BundleError(
-                f"{where}: {ROPE_FREQS} beside {arch}.rope.scaling.type {rope_type!r} with factor "
-                f"{factor:g} is not supported; one of both must go"
-            )
+    tables = rope_tables(entries.file)
+    is_long = tables == {*FACTORS.values()}
+    if tables and not (is_plain or (is_long and rope_type == "longrope" and factor == 1)):
+        raise BundleError(
+            f"{where}: {' and '.join(sorted(tables))} beside {arch}.rope.scaling.type "
+            f"{rope_type!r} with factor {factor:g} is not supported; one of both must go"
+        )
+    if is_long:
+        return _longrope(entries, head_dim)
+    if (given := entries.get(_ATTENTION_FACTOR, 1)) != 1:
+        raise entries.refusal(_ATTENTION_FACTOR, given, f"it is 1 without {FACTORS['long_factor']}")
+    if tables:
         return _tabled_scaling(entries, head_dim)
     if is_plain:
         return None
@@ -253,27 +323,46 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
         )
     scaling = {"rope_type": rope_type, "factor": factor}
     if rope_type == "yarn":
-        key = "rope.scaling.original_context_length"
-        scaling["original_max_position_embeddings"] = entries.get(
-            key, entries.get("context_length")
-        )
+        length = entries.get("rope.scaling.original_context_length", entries.get("context_length"))
+        scaling["original_max_position_embeddings"] = length
+    for key, name in OF_SCALING.get(entries.family, {}).items():
+        scaling[name] = _number(entries.get(key, 0.0))
+    if "mscale_all_dim" in scaling:  # llama.cpp has one for both
+        scaling["mscale"] = scaling["mscale_all_dim"]
     return scaling
 
 
-def has_rope_table(file: Described, arch: str) -> bool:
-    """Whether a file has a table of RoPE factors, which llama.cpp reads for llama alone."""
-    return arch == "llama" and ROPE_FREQS in file.tensors
+def rope_tables(file: Described) -> set[str]:
+    """The tables of RoPE factors in a file that are read for its architecture."""
+    tables = _TABLES.get(str(family_of(file.metadata)), set())
+    return tables if tables <= file.tensors.keys() else set()
+
+
+def _longrope(entries: _Metadata, head_dim: int) -> dict[str, Any]:
+    """Phi 3's scaling, of which the long factors are for sequences beyond the original length."""
+    tables = {
+        key: [_number(float(value)) for value in entries.file.rows(table, slice(None))]
+        for key, table in FACTORS.items()
+    }
+    pairs = entries.get("rope.dimension_count", head_dim) // 2
+    if {*map(len, tables.values())} != {pairs}:
+        raise BundleError(
+            f"{entries.where}: its tables of RoPE factors do not have {pairs} numbers"
+        )
+    return {
+        "rope_type": "longrope",
+        "attention_factor": _number(entries.get(_ATTENTION_FACTOR, 1.0)),
+        "original_max_position_embeddings": entries.get("rope.scaling.original_context_length"),
+        **tables,
+    }
 
 
 def _tabled_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any]:
     """The scaling of Llama 3 that a file's table was made by."""
     factors = entries.file.rows(ROPE_FREQS, slice(None))
     scaling = {
-        "rope_type": "llama3",
-        "factor": float(factors.max()),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
+        **{"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0},
+        **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
     }
     published = llama3_factors(float(entries.get("rope.freq_base", 1e4)), head_dim, scaling)
     if factors.shape != published.shape or not np.allclose(factors, published, rtol=1e-4):

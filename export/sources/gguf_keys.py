@@ -7,155 +7,98 @@ and * for a number or a name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
 
-from export.sources.gguf_config import entries_of
+from export.sources.gguf_config import OF_SCALING, entries_of
+from export.sources.gguf_names import ARCHITECTURES
 from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import BundleError
 
 _Neutral = tuple[object, ...]
 
 
-def _names(prefix: str, words: str) -> Iterator[str]:
-    return (f"{prefix}.{word}" for word in words.split())
+def _names(lines: str) -> frozenset[str]:
+    """The names in lines of PREFIX: WORD WORD."""
+    parts = (line.strip().split(": ") for line in lines.strip().splitlines())
+    return frozenset(f"{prefix}.{word}" for prefix, words in parts for word in words.split())
 
 
-USED: frozenset[str] = frozenset(
-    (
-        IN_GGUF,
-        *_names("general", "architecture name alignment"),
-        "split.count",
-        *_names(
-            "ARCH",
-            """
-            context_length embedding_length block_count feed_forward_length attention.head_count
-            attention.head_count_kv attention.key_length attention.value_length
-            attention.key_length_swa attention.value_length_swa attention.layer_norm_rms_epsilon
-            attention.sliding_window attention.sliding_window_pattern rope.dimension_count
-            rope.dimension_count_swa rope.freq_base rope.freq_base_swa rope.scale_linear
-            rope.scaling.type rope.scaling.factor rope.scaling.original_context_length
-            """,
-        ),
-        *_names(
-            "tokenizer.ggml",
-            """
-            model pre tokens token_type scores merges bos_token_id eos_token_id unknown_token_id
-            padding_token_id eot_token_id eom_token_id add_bos_token add_eos_token
-            add_space_prefix
-            """,
-        ),
-        *_names("tokenizer", "chat_template chat_template.* chat_templates"),
-    )
+USED = {IN_GGUF} | _names(
+    """
+    general: architecture name alignment
+    split: count
+    ARCH: context_length embedding_length block_count feed_forward_length
+    ARCH.attention: head_count head_count_kv key_length value_length key_length_swa
+    ARCH.attention: value_length_swa layer_norm_rms_epsilon sliding_window sliding_window_pattern
+    ARCH.rope: dimension_count dimension_count_swa freq_base freq_base_swa scale_linear
+    ARCH.rope.scaling: type factor original_context_length finetuned attn_factor
+    tokenizer.ggml: model pre tokens token_type scores merges bos_token_id eos_token_id
+    tokenizer.ggml: unknown_token_id padding_token_id eot_token_id eom_token_id add_bos_token
+    tokenizer.ggml: add_eos_token add_space_prefix
+    tokenizer: chat_template chat_template.* chat_templates
+    """
 )
 # why it computes nothing: the entries
-_NEUTRAL: dict[str, tuple[str, ...]] = {
-    "who made the file, of what, and how": (
-        *_names(
-            "general",
-            """
-            author version organization finetune basename description quantized_by size_label
-            license license.name license.link url doi uuid repo_url source.* base_model.* dataset.*
-            tags languages file_type
-            """,
-        ),
-        *_names("quantize.imatrix", "file dataset entries_count chunks_count"),
-        "imatrix.*",
-    ),
-    "each tensor has its own type and shape": ("ARCH.vocab_size",),
-    "the file is whole": ("split.no", "split.tensors.count"),
-    "of generation": (
-        *_names("general.sampling", "*"),
-        *_names(
-            "tokenizer.ggml",
-            """
-            fim_pre_token_id fim_suf_token_id fim_mid_token_id
-            fim_pad_token_id fim_rep_token_id fim_sep_token_id prefix_token_id suffix_token_id
-            middle_token_id suppress_tokens
-            """,
-        ),
-    ),
-    "of encoders and classifiers": (
-        *_names(
-            "ARCH",
-            """
-            pooling_type classifier.output_labels classifier.pooling_type decoder_start_token_id
-            """,
-        ),
-        *_names("tokenizer.ggml", "token_type_count seperator_token_id cls_token_id mask_token_id"),
-    ),
-    "of norms that these models do not have": tuple(
-        _names("ARCH.attention", "layer_norm_epsilon group_norm_epsilon group_norm_groups")
-    ),
-    "a remark": ("ARCH.rope.scaling.finetuned",),
-    "a copy of the vocabulary": ("tokenizer.huggingface.json",),
+_NEUTRAL = {
+    "who made the file, of what, and how": """
+        general: author version organization finetune basename description quantized_by size_label
+        general: license license.name license.link url doi uuid repo_url source.* base_model.*
+        general: dataset.* tags languages file_type
+        quantize.imatrix: file dataset entries_count chunks_count
+        imatrix: *
+    """,
+    "each tensor has its own type and shape": "ARCH: vocab_size",
+    "the file is whole": "split: no tensors.count",
+    "of generation": """
+        general.sampling: *
+        tokenizer.ggml: fim_pre_token_id fim_suf_token_id fim_mid_token_id fim_pad_token_id
+        tokenizer.ggml: fim_rep_token_id fim_sep_token_id prefix_token_id suffix_token_id
+        tokenizer.ggml: middle_token_id suppress_tokens
+    """,
+    "of encoders and classifiers": """
+        ARCH: pooling_type classifier.output_labels classifier.pooling_type decoder_start_token_id
+        tokenizer.ggml: token_type_count seperator_token_id cls_token_id mask_token_id
+    """,
+    "of norms that these models do not have": """
+        ARCH.attention: layer_norm_epsilon group_norm_epsilon group_norm_groups
+    """,
+    "a copy of the vocabulary": "tokenizer: huggingface.json",
 }
-NEUTRAL: frozenset[str] = frozenset(name for names in _NEUTRAL.values() for name in names)
+NEUTRAL = _names("\n".join(lines.strip() for lines in _NEUTRAL.values()))
 
-# entries that llama.cpp computes other models with, or these: the values that change nothing
-_VALUES: dict[_Neutral, tuple[str, ...]] = {
-    ("model",): ("general.type",),
-    (2,): ("general.quantization_version",),
-    ("reference", "Meta AI original pth"): ("ARCH.tensor_data_layout",),
-    (0, 1): tuple(
-        _names(
-            "ARCH",
-            """
-            logit_scale residual_scale embedding_scale expert_weights_scale attention.output_scale
-            attention.value_scale
-            """,
-        )
-    ),
-    (1,): (
-        "ARCH.attention.causal",
-        *_names("ARCH.rope.scaling", "attn_factor yarn_attn_factor yarn_beta_slow"),
-    ),
-    (-1, 1): ("ARCH.rope.scaling.yarn_ext_factor",),
-    (32,): ("ARCH.rope.scaling.yarn_beta_fast",),
-    (0,): (
-        *_names(
-            "ARCH",
-            """
-            embedding_length_out features_length leading_dense_block_count
-            expert_feed_forward_length expert_shared_feed_forward_length
-            expert_chunk_feed_forward_length use_parallel_residual expert_count expert_used_count
-            expert_shared_count expert_group_count expert_group_used_count expert_weights_norm
-            expert_gating_func expert_group_scale experts_per_group moe_every_n_layers
-            moe_latent_size nextn_predict_layers n_deepstack_layers decoder_block_count
-            attn_logit_softcapping router_logit_softcapping final_logit_softcapping swin_norm
-            rescale_every_n_layers time_mix_extra_dim time_decay_extra_dim token_shift_count
-            interleave_moe_layer_step full_attention_interval activation_sparsity_scale
-            altup.active_idx altup.num_inputs embedding_length_per_layer_input swiglu_clamp_exp
-            swiglu_clamp_shexp *_feat_in *_feat_out
-            attention.max_alibi_bias attention.clamp_kqv attention.q_lora_rank
-            attention.kv_lora_rank attention.decay_lora_rank attention.iclr_lora_rank
-            attention.value_residual_mix_lora_rank attention.gate_lora_rank
-            attention.relative_buckets_count attention.scale attention.temperature_length
-            attention.temperature_scale attention.key_length_mla attention.value_length_mla
-            attention.shared_kv_layers attention.indexer.* attention.recurrent_layers
-            attention.output_group_count attention.output_lora_rank attention.compress_*
-            rope.dimension_sections rope.scaling.alpha rope.scaling.yarn_log_multiplier
-            hidden_activation hash_layer_count hyper_connection.* deepstack_mapping
-            target_layers target_hidden_size norm_before_residual
-            ssm.* kda.* wkv.* posnet.* convnext.* shortconv.*
-            """,
-        ),
-        *_names(
-            "tokenizer.ggml",
-            """
-            add_sep_token remove_extra_whitespaces precompiled_charsmap normalizer.lowercase
-            normalizer.strip_accents
-            """,
-        ),
-        *("tokenizer.rwkv.world", "xielu.*", "diffusion.*", "clip.*", "adapter.*"),
-    ),
+# entries that may be computed with: the values that change nothing; the first name that fits counts
+_VALUES: dict[_Neutral, str] = {
+    ("model",): "general: type",
+    (2,): "general: quantization_version",
+    ("reference", "Meta AI original pth"): "ARCH: tensor_data_layout",
+    (0, 1): """
+        ARCH: logit_scale residual_scale embedding_scale expert_weights_scale expert_gating_func
+        ARCH.attention: output_scale value_scale
+    """,
+    (1,): """
+        ARCH.attention: causal
+        ARCH.rope.scaling: yarn_attn_factor yarn_beta_slow
+    """,
+    (-1, 1): "ARCH.rope.scaling: yarn_ext_factor",
+    (32,): "ARCH.rope.scaling: yarn_beta_fast",
+    (0,): """
+        tokenizer.ggml: add_sep_token remove_extra_whitespaces precompiled_charsmap
+        tokenizer.ggml: normalizer.lowercase normalizer.strip_accents
+        tokenizer: rwkv.world
+        xielu: *
+        diffusion: *
+        clip: *
+        adapter: *
+        ARCH: *
+    """,
 }
-FIXED: dict[str, _Neutral] = {name: values for values, names in _VALUES.items() for name in names}
+FIXED = {name: values for values, names in _VALUES.items() for name in sorted(_names(names))}
 
 
-def _pattern(names: frozenset[str]) -> re.Pattern[str]:
+def _pattern(names: Set[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(name).replace(r"\*", ".+") for name in names))
 
 
@@ -163,17 +106,19 @@ _KNOWN = _pattern(USED | NEUTRAL)
 _FIXED = {name: _pattern(frozenset({name})) for name in FIXED}
 
 
-def unknown_metadata(metadata: dict[str, Any], arch: str, where: str) -> list[str]:
+def unknown_metadata(metadata: dict[str, Any], family: str, where: str) -> list[str]:
     """The entries in no list, for a warning.
 
     Args:
         metadata: of the file, by key.
-        arch: its architecture.
+        family: of its model.
         where: the file, for messages.
 
     Raises BundleError for an entry that would have to be computed, and is not.
     """
-    unknown, own = [], {f"ARCH.{key}" for key in entries_of(arch)}
+    own = {f"ARCH.{key}" for key in (*entries_of(family), *OF_SCALING.get(family, ()))}
+    unknown = []
+    arch = ARCHITECTURES[family]
     for key, value in metadata.items():
         name = f"ARCH.{key.removeprefix(f'{arch}.')}" if key.startswith(f"{arch}.") else key
         if _KNOWN.fullmatch(name) or name in own:
@@ -184,6 +129,7 @@ def unknown_metadata(metadata: dict[str, Any], arch: str, where: str) -> list[st
         elif not all(item in fixed for item in np.ravel(value).tolist()):
             raise BundleError(
                 f"{where}: metadata {key} = {value!r:.60} is not supported for {arch}; supported "
-                f"is {' or '.join(map(repr, fixed))}, or none"
+                f"is {' or '.join(map(repr, fixed))}, or none. If the model computes without it, "
+                f"remove it: gguf_new_metadata.py --remove-metadata {key}"
             )
     return sorted(unknown)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,52 +14,68 @@ from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from runtime.core.errors import UsageError
 
-# GGUF architecture -> family
+# family -> GGUF architecture; of several families a file is of the first without a mark
 ARCHITECTURES = {
-    **{"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"},
-    **{"granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2", "command-r": "cohere"},
-    **{"glm4": "glm4", "ernie4_5": "ernie4_5", "starcoder2": "starcoder2"},
-    **{"qwen3moe": "qwen3_moe", "phi3": "phi3", "seed_oss": "seed_oss", "gemma": "gemma"},
-    **{"hunyuan-dense": "hunyuan_v1_dense", "exaone": "exaone", "nemotron": "nemotron"},
-    **{"stablelm": "stablelm", "gpt2": "gpt2", "lfm2": "lfm2"},
+    **{"llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen2_moe": "qwen2moe"},
+    **{"qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2"},
+    **{"gemma3_text": "gemma3", "granite": "granite", "granitemoehybrid": "granite"},
+    **{"granitemoe": "granitemoe", "gpt_oss": "gpt-oss", "smollm3": "smollm3", "olmo2": "olmo2"},
+    **{"olmoe": "olmoe", "cohere": "command-r", "glm4": "glm4", "ernie4_5": "ernie4_5"},
+    **{"starcoder2": "starcoder2", "phi3": "phi3", "seed_oss": "seed_oss", "exaone": "exaone"},
+    **{"hunyuan_v1_dense": "hunyuan-dense", "nemotron": "nemotron", "stablelm": "stablelm"},
+    **{"gpt2": "gpt2", "lfm2": "lfm2", "cohere2": "cohere2", "olmo3": "olmo2", "phi": "phi2"},
+    **{"gpt_bigcode": "starcoder", "glm": "chatglm", "exaone4": "exaone4"},
+    "ministral3": "mistral3",
 }
-_AS = {"granitemoehybrid": "granite"}  # families that without their mixers are another one
+# entries of a family's files that other ones of the architecture do not have
+_MARKS = {"mixtral": "expert_count", "olmo3": "attention.sliding_window"}
 # families whose heads llama.cpp turns by neighbours, and transformers by halves
-_TURNED = ("llama", "granite", "granitemoehybrid", "smollm3")
-_EXPERTS = (".switch_mlp.", ".experts.")  # mlx-lm's name, and the one that the library knows
+_TURNED = ("llama", "mixtral", "granite", "granitemoehybrid", "granitemoe", "smollm3", "ministral3")
+# parts of mlx-lm's names, and those that the library knows
+_RENAMED = (
+    *((".block_sparse_moe.switch_mlp.", ".mlp.experts."), (".switch_mlp.", ".experts.")),
+    *((f".block_sparse_moe.router.{end}", ".block_sparse_moe.gate.") for end in ("layer.", "")),
+    ("model.h.", "transformer.h."),
+)
+_SUFFIXES = (".weight", ".bias")
 # layers whose rows llama's converter reorders -> the setting that says how many heads they have
 _REORDERED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 def architecture_of(family: str) -> str:
     """The GGUF architecture of a family. Raises UsageError where it is not known."""
-    known = _AS.get(family, family)
-    arch = next((arch for arch, name in ARCHITECTURES.items() if name == known), None)
-    if arch is None:
+    if family not in ARCHITECTURES:
         raise UsageError(
             f"--to gguf: how llama.cpp names the tensors of {family} is not known; known are "
-            f"{', '.join(ARCHITECTURES.values())}"
+            f"{', '.join(ARCHITECTURES)}"
         )
-    return arch
+    return ARCHITECTURES[family]
 
 
-def tensor_names(arch: str, layers: int) -> Callable[[str], str | None]:
-    """A function from mlx-lm's name of a tensor, with .weight or .bias, to the one in GGUF files.
+def family_of(metadata: Mapping[str, Any]) -> str | None:
+    """The family of a file's model; None where its architecture is not known."""
+    arch = metadata.get("general.architecture")
+    families = [family for family, known in ARCHITECTURES.items() if str(arch) == known]
+    marks = {family: metadata.get(f"{arch}.{key}") for family, key in _MARKS.items()}
+    marked = (f for f in families if isinstance(marks.get(f), int) and marks[f])
+    return next(marked, next((f for f in families if f not in _MARKS), None))
+
+
+def tensor_names(family: str, layers: int) -> Callable[[str], str | None]:
+    """A function from mlx-lm's name of a tensor to the one in GGUF files.
 
     It gives None for a tensor that the architecture does not have.
     """
+    arch = architecture_of(family)
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
     names = get_tensor_name_map(number, layers)
 
     def name_of(name: str) -> str | None:
-        known = name.replace(*_EXPERTS)
-        for inner in (
-            known,
-            known.replace("model.h.", "transformer.h."),
-            known.removeprefix("model."),
-        ):
-            if (stored := names.get_name(inner, try_suffixes=(".weight", ".bias"))) is not None:
-                return str(stored)
+        for old, new in _RENAMED:
+            name = name.replace(old, new)
+        for inner in (name, name.removeprefix("model.")):
+            if (stored := names.get_name(inner, try_suffixes=_SUFFIXES)) is not None:
+                return str(stored) if stored.endswith(_SUFFIXES) else f"{stored}{_SUFFIXES[0]}"
         return None
 
     return name_of

@@ -150,17 +150,12 @@ def _split(metadata: dict[str, Any], where: str) -> Split:
 
 def _templates(metadata: dict[str, Any]) -> Any:
     """The chat template, or a list of them by name where there are several."""
-    default = metadata.get("tokenizer.chat_template")
-    keys = {name: f"tokenizer.chat_template.{name}" for name in _template_names(metadata)}
-    named = [{"name": name, "template": metadata[key]} for name, key in keys.items()]
+    default, prefix = metadata.get("tokenizer.chat_template"), "tokenizer.chat_template."
+    keys = [key for key in metadata if key.startswith(prefix)]
+    named = [{"name": key.removeprefix(prefix), "template": metadata[key]} for key in keys]
     if default is None or not named:
         return named or default
     return [{"name": "default", "template": default}, *named]
-
-
-def _template_names(metadata: dict[str, Any]) -> list[str]:
-    prefix = "tokenizer.chat_template."
-    return [key.removeprefix(prefix) for key in metadata if key.startswith(prefix)]
 
 
 def _tokenizer_config(

@@ -18,6 +18,7 @@ _FLOATS = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
     "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
+_EXPONENTS = 110, 125  # of MXFP4, in the first byte
 QUANTIZED = tuple(_FLOATS)
 
 
@@ -39,7 +40,9 @@ def random_blocks(rng: np.random.Generator, name: str, rows: int, columns: int) 
     type_ = GGMLQuantizationType[name]
     values, octets = GGML_QUANT_SIZES[type_]
     found = rng.integers(0, 256, (rows * columns // values, octets), np.uint8)
-    for at in _FLOATS[name]:
+    if name == "MXFP4":
+        found[:, 0] = rng.integers(*_EXPONENTS, len(found))
+    for at in _FLOATS.get(name, ()):
         numbers = rng.normal(0, 0.02, (len(found), 1)).astype(np.float16)
         found[:, at : at + 2] = numbers.view(np.uint8)
     return Blocks(type_, found.reshape(rows, -1))
@@ -48,8 +51,9 @@ def random_blocks(rng: np.random.Generator, name: str, rows: int, columns: int) 
 def to_llama_cpp(name: str, array: np.ndarray, config: dict[str, Any]) -> tuple[str, np.ndarray]:
     """llama.cpp's converter, by its own tables: the name, the +1 of Gemma, llama's row order."""
     family = config["model_type"]
-    arch = next(arch for arch, known in ARCHITECTURES.items() if known == family)
-    arch_number = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    arch_number = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[
+        ARCHITECTURES[family]
+    ]
     mapped = gguf.get_tensor_name_map(arch_number, config["num_hidden_layers"]).get_name(
         name, try_suffixes=(".weight", ".bias")
     )
@@ -70,8 +74,7 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, **more: Any) 
     writer, and `architecture` is written instead of the family's.
     """
     family = config["model_type"]
-    arch = next(arch for arch, known in ARCHITECTURES.items() if known == family)
-    writer = gguf.GGUFWriter(path, more.get("architecture", arch))
+    writer = gguf.GGUFWriter(path, more.get("architecture", ARCHITECTURES[family]))
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])

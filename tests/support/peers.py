@@ -17,12 +17,8 @@ import pytest
 PYTHON = "ONDEVICE_PEERS_PYTHON"
 SCRIPTS = Path(__file__).parent / "elsewhere"
 TORCH = ("torch", "peft", "transformers")
-LLAMA = ("llama_cpp",)
-ANY_LLAMA = ("llama_cpp or cyllama",)
-_HAS = (
-    "import importlib.util as u, sys; "
-    "sys.exit(not all(any(map(u.find_spec, word.split(' or '))) for word in sys.argv[1:]))"
-)
+LLAMA = ("cyllama",)
+_HAS = "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))"
 
 
 def interpreter(*modules: str) -> str:

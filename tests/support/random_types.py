@@ -12,10 +12,23 @@ from export.sources.random import PRESETS
 from runtime.bundle.store import Bundle
 from support.bundles import runnable, settings
 
+_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    **{"original_max_position_embeddings": 64, "truncate": True},
+}
+# what llama.cpp computes in any case
+_IN_LLAMA_CPP: dict[str, dict[str, object]] = {
+    "qwen3_moe": {"norm_topk_prob": True},
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "olmoe": {"num_key_value_heads": 4},
+    "gpt_oss": {"rope_parameters": _YARN},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+}
+
 
 def random_bundle(folder: Path, model_type: str, **changes: object) -> Bundle:
-    """Of a model type with random weights, in float32."""
-    changes = {"norm_topk_prob": True, **changes} if model_type == "qwen3_moe" else changes
+    """Of a model type with random weights, in float32, with settings that llama.cpp has."""
+    changes = {**_IN_LLAMA_CPP.get(model_type, {}), **changes}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "tiny-other", tiny(model_type, **changes))
         made = settings("random:tiny-other", folder / "bundle", bits=32, seq_lens=(64,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -20,12 +21,12 @@ from support.random_types import random_bundle
 
 from export.bundle import export_bundle
 from export.fused.gguf import write_gguf
-from export.fused.gguf_metadata import add_metadata, rope_factors
+from export.fused.gguf_metadata import add_metadata, rope_tables
 from export.fused.model import FusedCheckpoint
 from export.sources.gguf_config import read_config
 from export.sources.gguf_file import GGUFFile
 from runtime.bundle.store import Bundle
-from runtime.core.errors import UsageError
+from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
 
 SAME = 1e-5  # of the largest logit: the same weights in float32
@@ -103,16 +104,16 @@ def test_read_again_it_has_the_logits_of_bundle_and_adapter(
     assert apart(engine_logits(again, None, tokens), expected) < SAME
 
 
-# turned and scaled, experts; at length filters, a part of each head, norms that add 1, GPT's names
+AT_LENGTH = (  # scales, filters, parts of heads, norms that add 1, GPT's names, sinks and others
+    *("granite", "granitemoe", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss", "lfm2", "glm4"),
+    *("nemotron", "gpt2", "cohere2", "olmo3", "exaone4", "phi", "gpt_bigcode"),
+)
+
+
+# windows, caps and norms that add 1; turned, and experts
 @pytest.mark.parametrize(
     "model_type",
-    [
-        *("granite", "qwen3_moe"),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("lfm2", "glm4", "nemotron", "gpt2")
-        ),
-    ],
+    ["gemma2", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in AT_LENGTH)],
 )
 def test_other_architectures_are_read_again_with_their_adapter(
     tmp_path: Path, rng: Rng, model_type: str
@@ -147,13 +148,17 @@ def test_other_architectures_are_read_again_with_their_adapter(
     ("model_type", "change", "said"),
     [
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers"),
-        pytest.param(
-            *("granitemoehybrid", {"position_embedding_type": "nope"}, "position_embedding_type"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
-            marks=pytest.mark.slow,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("gemma3_text", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar 64"),
+                (
+                    "granitemoehybrid",
+                    {"position_embedding_type": "nope"},
+                    "position_embedding_type",
+                ),
+                ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
+            )
         ),
     ],
 )
@@ -229,13 +234,17 @@ def config_of(**more: object) -> dict[str, object]:
     }  # fmt: skip
 
 
-def written_config(path: Path, arch: str, family: str, config: dict[str, object]) -> dict:
+def written_config(
+    path: Path, arch: str, family: str, config: dict[str, object], factor: float | None = None
+) -> dict:
     """A configuration as our reader finds it in a file of it, with an embedding alone."""
     writer = gguf.GGUFWriter(path, arch)
     add_metadata(writer, family, config, 8)
+    if factor is not None:
+        writer.add_rope_scaling_factor(factor)
     writer.add_tensor("token_embd.weight", np.zeros((8, 128), np.float32))
-    if (factors := rope_factors(config)) is not None:
-        writer.add_tensor("rope_freqs.weight", factors)
+    for name, table in rope_tables(config).items():
+        writer.add_tensor(name, table)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -249,10 +258,6 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
-GEMMA = {
-    "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 512,
-    "sliding_window_pattern": 6, "rope_local_base_freq": 1e4,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3, YARN, LINEAR])
@@ -262,18 +267,28 @@ def test_scalings_of_positions_are_read_back(tmp_path: Path, scaling: object) ->
     assert found.get("rope_scaling") == (pytest.approx(scaling) if scaling == LLAMA3 else scaling)
 
 
+def test_a_scaling_by_length_is_read_for_the_original_length(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [1.0 + i for i in range(16)]}
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 2048, **factors}
+    config = config_of(model_type="phi3", rope_scaling=scaling)
+    found = written_config(tmp_path / "model.gguf", "phi3", "phi3", config)
+    assert found["max_position_embeddings"] == 2048
+    factor = math.sqrt(1 + math.log(4) / math.log(2048))  # of a length of 8,192
+    assert found["rope_scaling"] == {**scaling, "attention_factor": pytest.approx(factor, 1e-6)}
+    with pytest.raises(BundleError, match=r"rope_factors_short\.weight beside .* with factor 4"):
+        written_config(tmp_path / "other.gguf", "phi3", "phi3", config, 4.0)
+
+
 @pytest.mark.parametrize(
-    ("family", "change", "said"),
+    ("change", "said"),
     [
-        ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
-        ("llama", {"rope_scaling": YARN | {"beta_fast": 16}}, "yarn with beta_fast"),
-        ("llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types sliding_attention"),
-        ("gemma3_text", {**GEMMA, "query_pre_attn_scalar": 64}, "query_pre_attn_scalar 64"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": YARN | {"beta_fast": 16}}, "yarn with beta_fast 16"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types sliding_attention"),
     ],
 )
 def test_what_llama_cpp_cannot_compute_is_refused_by_name(
-    tmp_path: Path, family: str, change: dict, said: str
+    tmp_path: Path, change: dict, said: str
 ) -> None:
-    arch = "gemma3" if family == "gemma3_text" else family
     with pytest.raises(UsageError, match=said):
-        written_config(tmp_path / "model.gguf", arch, family, config_of(**change))
+        written_config(tmp_path / "model.gguf", "llama", "llama", config_of(**change))

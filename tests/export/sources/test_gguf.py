@@ -10,13 +10,22 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from model_types.tiny import tiny
 from support.checkpoints import weights_of, whole
-from support.gguf_files import write_gguf, write_with
+from support.gguf_files import Blocks, random_blocks, write_gguf, write_with
 from support.models import FAMILIES
 
-from export.sources.families import build_model
-from export.sources.gguf_config import llama3_factors
+from export.fused.gguf_metadata import Announced, add_metadata
+from export.sources.families import (
+    build_model,
+    completed_config,
+    expected_shapes,
+    normalise_config,
+)
+from export.sources.gguf_blocks import transcode
+from export.sources.gguf_config import llama3_factors, read_config
 from export.sources.gguf_keys import FIXED, NEUTRAL, USED
+from export.sources.gguf_names import architecture_of, tensor_names
 from export.sources.open import open_checkpoint
 from runtime.core.errors import BundleError
 
@@ -128,10 +137,17 @@ def test_bad_gguf_files_are_refused(tmp_path: Path) -> None:
     config, arrays = weights_of("tiny-qwen2")
     path = tmp_path / "m.gguf"
     with pytest.raises(
-        BundleError, match="'mamba' is not supported; supported are command-r, ernie4_5"
+        BundleError, match="'mamba' is not supported; supported are chatglm, cohere2, command-r"
     ):
         open_checkpoint(str(write_gguf(path, config, arrays, architecture="mamba")))
-    with pytest.raises(BundleError, match="one of 3 parts"):
+    for entries in (
+        {"general.architecture": [1, 2]},
+        {"split.count": [2, 3]},
+        {"split.count": "x"},
+    ):
+        with pytest.raises(BundleError):
+            open_checkpoint(str(write_with(path, config, arrays, entries)))
+    with pytest.raises(BundleError, match="one of 3 parts; give the first one"):
         open_checkpoint(
             str(write_gguf(path, config, arrays, change=lambda w: w.add_uint16("split.count", 3)))
         )
@@ -169,6 +185,72 @@ def test_bad_gguf_files_are_refused(tmp_path: Path) -> None:
         open_checkpoint(str(path))
 
 
+def test_parts_of_a_file_are_read_together(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+    half = list(arrays)[: len(arrays) // 2]
+    parts = ({n: arrays[n] for n in half}, {n: a for n, a in arrays.items() if n not in half})
+    paths = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for number, (path, part) in enumerate(zip(paths, parts, strict=True)):
+        split = {"split.no": number, "split.count": 2, "split.tensors.count": len(arrays)}
+        write_with(path, config, part, split, stored_as=gguf.GGMLQuantizationType.F32)
+    with open_checkpoint(str(paths[0])) as read:
+        assert [file["name"] for file in read.provenance["files"]] == [path.name for path in paths]
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(whole(read, name), array)
+    with pytest.raises(BundleError, match="one of 2 parts; give the first one"):
+        open_checkpoint(str(paths[1]))
+    paths[1].write_bytes(paths[0].read_bytes())
+    with pytest.raises(BundleError, match="is not part 2 of m-00001"):
+        open_checkpoint(str(paths[0]))
+    paths[1].unlink()
+    with pytest.raises(BundleError, match="missing, part 2 of 2"):
+        open_checkpoint(str(paths[0]))
+
+
+def test_quantized_experts_are_read_each_in_its_rows(
+    rng: np.random.Generator, tmp_path: Path
+) -> None:
+    raw = tiny("mixtral", hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+    config = completed_config("mixtral", normalise_config(raw, "mixtral", True))
+    types = {
+        "gate": "Q4_K",
+        "up": "Q6_K",
+        "down": "Q8_0",
+        "1.block_sparse_moe.switch_mlp.up": "MXFP4",
+    }
+    writer, name_of = gguf.GGUFWriter(tmp_path / "m.gguf", "llama"), tensor_names("mixtral", 2)
+    add_metadata(writer, "mixtral", config, config["vocab_size"])
+    blocks: dict[str, Blocks] = {}
+    for name, shape in expected_shapes("mixtral", config).items():
+        kinds = [kind for part, kind in types.items() if f"{part}_proj" in name]
+        if not kinds:
+            writer.add_tensor(name_of(name), np.zeros(shape, np.float32))
+            continue
+        blocks[name] = random_blocks(rng, kinds[-1], *shape)
+        stacked = blocks[name].rows.reshape(
+            config["num_local_experts"], -1, blocks[name].rows.shape[1]
+        )
+        writer.add_tensor(name_of(name), stacked, raw_dtype=blocks[name].type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with open_checkpoint(str(tmp_path / "m.gguf")) as read:
+        assert read.family == "mixtral" and {one.type.name for one in blocks.values()} == {
+            *types.values()
+        }
+        for name, expected in blocks.items():
+            rows = slice(500, 600)  # of two experts
+            np.testing.assert_array_equal(read.rows(name, 500, 600), expected.values[rows])
+            form = read.quantized_form(name)
+            assert (form is None) == (expected.type.name == "MXFP4")
+            if form is not None:
+                stored = transcode(expected.rows[rows], expected.type).values(form)
+                np.testing.assert_array_equal(
+                    read.quantized_rows(name, 500, 600).values(form), stored
+                )
+
+
 def test_damaged_gguf_headers_never_escape(rng: np.random.Generator, tmp_path: Path) -> None:
     content = bytearray(write_gguf(tmp_path / "m.gguf", *weights_of("tiny-qwen2")).read_bytes())
     damaged = tmp_path / "d.gguf"
@@ -185,7 +267,7 @@ def test_damaged_gguf_headers_never_escape(rng: np.random.Generator, tmp_path: P
 
 # --- metadata ---------------------------------------------------------------------------------
 
-LISTS = (USED, NEUTRAL, frozenset(FIXED))
+LISTS = (USED, NEUTRAL, frozenset(FIXED) - {"ARCH.*"})
 
 
 def of_preset(path: Path, preset: str, entries: dict[str, Any]) -> Path:
@@ -200,23 +282,16 @@ def known_keys(keys: type) -> Iterator[str]:
             yield re.sub(r"\{\w+\}", "x", value.replace("{arch}", "ARCH"))
 
 
-# those of llama.cpp's loader (src/llama-arch.cpp, 00395eb) that the gguf library does not have
-NEWER = """
-    hidden_activation deepstack_mapping hash_layer_count target_layers target_hidden_size
-    norm_before_residual hyper_connection.count hyper_connection.sinkhorn_iterations
-    hyper_connection.epsilon attention.output_group_count attention.output_lora_rank
-    attention.compress_rope_freq_base attention.compress_ratios attention.recurrent_layers
-"""
-
-
 def test_each_key_of_gguf_is_in_one_list() -> None:
+    """Those of an architecture that are in none must be 0."""
     patterns = [re.escape(name).replace(r"\*", ".+") for names in LISTS for name in names]
     found = {
         key: sum(bool(re.fullmatch(pattern, key)) for pattern in patterns)
-        for key in (*known_keys(gguf.Keys), *(f"ARCH.{name}" for name in NEWER.split()))
+        for key in known_keys(gguf.Keys)
     }
     assert len(found) > 150
-    assert found == dict.fromkeys(found, 1)
+    assert {key: 1 for key in found if not key.startswith("ARCH.")}.items() <= found.items()
+    assert max(found.values()) == 1
 
 
 @pytest.mark.parametrize(
@@ -224,7 +299,8 @@ def test_each_key_of_gguf_is_in_one_list() -> None:
     [
         ("tiny-llama", {"arch.logit_scale": 0.5}, "llama.logit_scale = 0.5 is not supported"),
         ("tiny-llama", {"arch.attention.scale": 0.5}, "attention.scale = 0.5"),
-        ("tiny-llama", {"arch.expert_count": 8}, "expert_count = 8"),
+        ("tiny-llama", {"arch.expert_count": 8}, "expert_used_count is missing"),
+        ("tiny-qwen2", {"arch.expert_count": 8}, "expert_count = 8"),
         ("tiny-llama", {"arch.attention.causal": False}, "attention.causal = False"),
         ("tiny-llama", {"arch.attention.sliding_window": 16}, "sliding_window = 16"),
         ("tiny-llama", {"arch.rope.dimension_sections": [8, 8, 0, 0]}, "dimension_sections"),
@@ -234,6 +310,8 @@ def test_each_key_of_gguf_is_in_one_list() -> None:
         ("tiny-gemma3", {"arch.attention.key_length_swa": 16}, "key_length_swa = 16"),
         ("tiny-gemma3", {"arch.dense_2_feat_in": 64}, "dense_2_feat_in = 64"),
         ("tiny-qwen3", {"tokenizer.ggml.remove_extra_whitespaces": True}, "extra_whitespaces"),
+        ("tiny-qwen3", {"arch.novelty": 1.0}, "--remove-metadata qwen3.novelty"),
+        ("tiny-qwen3", {"arch.rope.freq_base_swa": 5.0}, "freq_base_swa = 5.0"),
         ("tiny-qwen3", {"general.type": "mmproj"}, "general.type = 'mmproj'"),
     ],
 )
@@ -254,11 +332,11 @@ def test_entries_without_effect_and_unknown_ones(tmp_path: Path) -> None:
     }
     with open_checkpoint(str(of_preset(tmp_path / "a.gguf", "tiny-qwen3", entries))) as read:
         assert read.warnings == []
-    new = {"arch.novelty": 1.0, "general.whim": "x"}
+    new = {"arch.novelty": 0, "general.whim": "x"}
     with open_checkpoint(str(of_preset(tmp_path / "b.gguf", "tiny-qwen3", new))) as read:
         (warning,) = read.warnings
         assert warning.endswith(
-            "2 entries of its metadata are not known and not used: general.whim, qwen3.novelty"
+            "1 entries of its metadata are not known and not used: general.whim"
         )
 
 
@@ -275,6 +353,33 @@ def test_gemmas_windows_are_those_of_llama_cpp(
     entries = {f"arch.attention.{key}": value for key, value in entries.items()}
     with open_checkpoint(str(of_preset(tmp_path / "m.gguf", "tiny-gemma3", entries))) as read:
         assert read.config["sliding_window_pattern"] == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "missing", "setting", "value"),
+    [
+        ("granite", "embedding_scale", "embedding_multiplier", 1.0),
+        ("granite", "attention.scale", "attention_multiplier", 0.25),
+        ("gemma2", "attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+        ("qwen2_moe", "expert_feed_forward_length", "moe_intermediate_size", 48),
+        ("qwen2_moe", "expert_shared_feed_forward_length", "shared_expert_intermediate_size", 96),
+    ],
+)
+def test_entries_that_are_missing_have_the_defaults_of_llama_cpp(
+    family: str, missing: str, setting: str, value: float
+) -> None:
+    raw = tiny(family, head_dim=16)
+    config = completed_config(family, normalise_config(raw, family, True))
+    for gone in (None, 0):
+        writer = gguf.GGUFWriter(None, architecture_of(family))
+        add_metadata(writer, family, config, config["vocab_size"])
+        entries = {key: entry.value for key, entry in writer.kv_data[0].items()}
+        key = f"{writer.arch}.{missing}"
+        assert entries.pop(key) == config[setting]
+        if gone is not None:
+            entries[key] = gone
+        file = Announced(entries, {"token_embd.weight": ZEROS}, {})
+        assert read_config(file, family)[setting] == value
 
 
 def test_a_table_of_factors_is_llamas_alone(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from support.checkpoints import weights_of, write_folder
 from support.gguf_files import write_with
 from support.logits import apart, engine_logits, exact_factor
 from support.models import each_family, model_of
-from support.peers import ANY_LLAMA, run_script
+from support.peers import LLAMA, run_script
 from support.rotary import Rng, settings_of, some
 
 from export.bundle import export_bundle
@@ -594,6 +594,6 @@ def test_each_entry_of_a_gguf_file_is_computed_as_in_llama_cpp(
         write_with(folder / "model.gguf", config, arrays, BASE | entries, stored_as=float32)
         np.save(folder / "tokens.npy", rng.integers(0, config["vocab_size"], TOKENS))
         ours[name] = exported(folder, "model.gguf", exact=True)
-    run_script(ANY_LLAMA, "llama_logits.py", tmp_path)
+    run_script(LLAMA, "llama_logits.py", tmp_path)
     # llama.cpp's GELU is a table of float16
     assert not dict(differences(tmp_path, ours, family, 1e-3 if family == "gemma3" else CLOSE))
