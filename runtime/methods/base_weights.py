@@ -45,8 +45,13 @@ def check_base_weights(path: Path, bundle: Bundle) -> None:
         return
     with files.opened(bundle.manifest.lora.rank) as tensors:
         held = tensors.base
-    if not held or bundle.holders is not None:  # then rank 0, which has all of it, compares
+    if not held:
         return
+    if bundle.manifest.slice is not None:
+        raise BundleError(
+            f"{files.weights}: {held[0]} is a weight of the model itself, and {bundle.path} holds "
+            "too few weights to compare it; if it is the model's own, delete it there"
+        )
     matrices = _matrices(bundle.manifest)
     weights = Weights(bundle)
     with files.weights.open("rb") as file:
