@@ -255,7 +255,8 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
         config.setdefault("max_position_embeddings", full["n_positions"])
     if defaults.get(_TURNED[0]) is not None and _TURNED[0] in full:
         config.setdefault(_TURNED[0], full[_TURNED[0]])  # computed even where the class does not
-    for key in defaults.keys() - config.keys() - known - _OTHERWISE:  # which transformers reads
+    others = defaults.keys() - config.keys() - known - _OTHERWISE
+    for key in sorted(others):  # which transformers reads
         if key in full and full[key] != defaults[key] and is_finite(full[key]):
             config[key] = full[key]
     tied = full.get("tie_word_embeddings")

@@ -47,6 +47,11 @@ def check_base_weights(path: Path, bundle: Bundle) -> None:
         held = tensors.base
     if not held:
         return
+    if bundle.manifest.slice is not None:
+        raise BundleError(
+            f"{files.weights}: {held[0]} is a weight of the model itself, and {bundle.path} holds "
+            "too few weights to compare it; if it is the model's own, delete it there"
+        )
     matrices = _matrices(bundle.manifest)
     weights = Weights(bundle)
     with files.weights.open("rb") as file:

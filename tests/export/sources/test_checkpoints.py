@@ -35,6 +35,7 @@ from export.sources.settings import (
     used_settings,
 )
 from export.stored import QuantizedForm
+from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import BundleError, UsageError
 
 TINY = [name for name in PRESETS if name.startswith("tiny-")]
@@ -551,6 +552,16 @@ def test_what_a_checkpoint_says_in_vain_is_a_warning(tmp_path: Path) -> None:
         assert dropout.endswith("attention_dropout = 0.1 is not applied in training")
         assert "quantization_config is ignored" in quantization
         assert unknown.endswith("1 settings are not known and not used: novelty")
+
+
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-lfm2"])
+def test_adapters_that_a_checkpoint_holds_are_known_whatever_its_type(
+    tmp_path: Path, preset: str
+) -> None:
+    config, arrays = weights_of(preset)
+    config[IN_CONFIG] = ["ab" * 32]
+    with open_checkpoint(str(write_folder(tmp_path / "m", config, arrays))) as read:
+        assert read.provenance["fused"] == {"adapters": config[IN_CONFIG]}
 
 
 CONFIGS = {

@@ -469,7 +469,8 @@ def test_models_that_transformers_makes_are_computed_as_there_or_refused_by_name
             ours[folder.name] = exported(folder)
         except (BundleError, UsageError) as refused:
             print(f"{family} | {folder.name} | {str(refused).removeprefix(str(tmp_path))}")
-            assert any(key in str(refused) for key in names_in(changes)), changes
+            faults = {*names_in(changes), ".bias"}  # tensors of a setting that is not read
+            assert any(key in str(refused) for key in faults), changes
     assert len(ours) > MADE // 4
     assert not dict(differences(tmp_path, ours, family, CLOSE))
 
