@@ -5,6 +5,7 @@ The weights may be floats or quantized by MLX.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,10 @@ from runtime.core.lookalikes import Kind, instead, kind_of
 # prefixes of the language model's names in a multimodal checkpoint, new or old
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 _HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
+_OUTER = "model."  # which names lack in a model that was saved without its head
+_LAYER = re.compile(r"(?<=layers)\.\d+\.")
+# what torch saves beside the weights: frequencies, and masks of attention, which have four axes
+_BUFFERS = (".inv_freq", ".masked_bias")
 
 
 class HFCheckpoint(Checkpoint):
@@ -187,7 +192,7 @@ class HFCheckpoint(Checkpoint):
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for name, tensor in self._tensors.items():
-            if name.endswith((".scales", ".biases", ".rotary_emb.inv_freq")):
+            if name.endswith((".scales", ".biases")):
                 continue
             if name == f"{_HEAD}.weight" and name not in expected:
                 continue  # a tied model's copy of its embedding
@@ -226,15 +231,17 @@ def _language_model(
     Raises BundleError where there is none, or two have the same name.
     """
     stored: dict[str, StoredTensor] = {}
-    for tensor in (tensor for file in files for tensor in file.tensors.values()):
-        name = _inner_name(unwrapped(tensor.name), NAMES.get(model.model_type, ()))
+    expected = parameter_shapes(model)
+    weights = [one for file in files for one in file.tensors.values() if not _is_buffer(one)]
+    outer = _missing_outer((_inner_name(one.name) for one in weights), expected)
+    for tensor in weights:
+        name = _inner_name(tensor.name, outer, NAMES.get(model.model_type, ()))
         if name in stored:
             raise BundleError(
                 f"{where}: {stored[name].name} and {tensor.name} are both {name}; it holds two "
                 "models, of which one must go"
             )
         stored[name] = tensor
-    expected = parameter_shapes(model)
     made = {name: [Made(name, 0, tensor.flat().shape[0])] for name, tensor in stored.items()}
     tensors = with_experts_apart(stored)
     if not tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}:
@@ -260,11 +267,29 @@ def _language_model(
             "it with transformers' save_pretrained, as a model for causal language modelling"
         )
     made = {name: parts for name, parts in made.items() if name in tensors}
-    return tensors, others, _origins(stored, made)
+    return tensors, others, _origins(stored, made, outer)
+
+
+def _is_buffer(tensor: StoredTensor) -> bool:
+    """Whether a tensor is none of a model's weights, but follows from its configuration."""
+    is_mask = tensor.name.endswith(".bias") and len(tensor.shape) == 4
+    return is_mask or tensor.name.endswith(_BUFFERS)
+
+
+def _missing_outer(names: Iterable[str], expected: Iterable[str]) -> str:
+    """What the names of all tensors but the head's lack; nothing, but in a model without a head."""
+    within, wanted = _stems(names), _stems(expected)
+    lacks = not within & wanted and {f"{_OUTER}{stem}" for stem in within} & wanted
+    return _OUTER if lacks else ""
+
+
+def _stems(names: Iterable[str]) -> set[str]:
+    """How the names of tensors in layers begin, as `model.layers`."""
+    return {name[: found.start()] for name in names if (found := _LAYER.search(name))}
 
 
 def _origins(
-    stored: Mapping[str, StoredTensor], made: Mapping[str, list[Made]]
+    stored: Mapping[str, StoredTensor], made: Mapping[str, list[Made]], outer: str
 ) -> dict[str, list[Origin]]:
     """Where tensors are from, without those that are a checkpoint's of the same name."""
     found = {}
@@ -275,7 +300,7 @@ def _origins(
         for part in parts:
             tensor = stored[part.source]
             height = tensor.shape[1] if part.transposed else tensor.flat().shape[0]
-            inner = _inner_name(unwrapped(tensor.name), ())
+            inner = _inner_name(tensor.name, outer)
             columns = None if part.columns is None else (*part.columns, tensor.shape[-1])
             origins.append(Origin(inner, part.first, part.rows, height, part.transposed, columns))
         if origins != [Origin(name, 0, origins[0].height, origins[0].height)]:
@@ -350,14 +375,18 @@ def _parts(expected: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(parts))
 
 
-def _inner_name(stored: str, names: Sequence[tuple[str, str]]) -> str:
+def _inner_name(stored: str, outer: str = "", names: Sequence[tuple[str, str]] = ()) -> str:
     """mlx-lm's name of a tensor of a language model that a larger model may hold.
 
-    `names` are parts that have other names in mlx-lm.
+    `outer` is what all names but the head's lack, and `names` are parts that have other names in
+    mlx-lm.
     """
-    for outer, inner in _PREFIXES:
-        if stored.startswith(outer):
-            return inner + stored.removeprefix(outer)
+    stored = unwrapped(stored)
+    for around, inner in _PREFIXES:
+        if stored.startswith(around):
+            return inner + stored.removeprefix(around)
+    if not stored.startswith(f"{_HEAD}."):
+        stored = outer + stored
     for theirs, ours in names:
         stored = stored.replace(theirs, ours)
     return stored

@@ -35,6 +35,7 @@ from export.sources.settings import (
     used_settings,
 )
 from export.stored import QuantizedForm
+from runtime.adapters.origins import RENAMED
 from runtime.core.errors import BundleError, UsageError
 
 TINY = [name for name in PRESETS if name.startswith("tiny-")]
@@ -618,6 +619,23 @@ def test_a_model_that_was_saved_wrapped_is_read(tmp_path: Path, prefix: str) -> 
     other = write_folder(tmp_path / "other", config, prefixed("transformer.", arrays))
     with pytest.raises(BundleError, match=r"none of its 21 tensors has a name as model\.layers\.0"):
         open_checkpoint(str(other))
+
+
+def test_a_model_that_was_saved_without_its_head_is_read(tmp_path: Path) -> None:
+    """And what torch saves beside the weights is no weight."""
+    config, arrays = weights_of("tiny-gemma3")
+    inner = {name.removeprefix("model."): array for name, array in arrays.items()}
+    attention = "layers.0.self_attn"
+    inner |= {f"{attention}.masked_bias": ZEROS, f"{attention}.bias": np.ones((1, 1, 4, 4))}
+    inner["rotary_emb.inv_freq"] = ZEROS
+    with open_checkpoint(str(write_folder(tmp_path / "m", config, inner))) as read:
+        for name in arrays:
+            np.testing.assert_array_equal(whole(read, name), arrays[name])
+        assert read.warnings == []
+        assert RENAMED not in read.provenance  # adapters go onto the model with its head
+    untied = {**config, "tie_word_embeddings": False}
+    with pytest.raises(BundleError, match=r"1 of .* tensors are missing: lm_head"):
+        open_checkpoint(str(write_folder(tmp_path / "untied", untied, inner)))
 
 
 # --- experts ----------------------------------------------------------------------------------
