@@ -42,6 +42,12 @@ _SIZES = {
     *("mlp_layer_types", "moe_layer_end_index"),
     *("original_max_position_embeddings", "quantization", "quantization_config", IN_CONFIG),
     *("block_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_auto_adjust_ff_dim"),
+    *("conv_L_cache", "linear_conv_kernel_dim"),
+}
+# of two GELUs the other one, with which any class computes; of other activations none of these
+_OTHERS = {
+    **{"relu": "silu", "gelu": "gelu_pytorch_tanh", "rope": "nope"},
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu"),
 }
 # settings that a class reads otherwise than transformers, as the order of queries, keys and values
 _OTHERWISE = {"gpt_bigcode": {"multi_query": False}}
@@ -81,7 +87,8 @@ def unread(
     for key, value in settings.items():
         if "softcap" in key and value is None and (defaults or {}).get(key) is not None:
             found[key] = value  # classes cap with their own number, then
-        if _is_neutral(key) or _is_off(key, value, settings):
+        is_turned_off = value is False and (defaults or {}).get(key) is True
+        if _is_neutral(key) or (_is_off(key, value, settings) and not is_turned_off):
             continue
         own = known_name(key, known)
         if defaults is not None and key not in defaults and own not in known:
@@ -150,8 +157,7 @@ def another_value(key: str, value: Any) -> Any:
     if isinstance(value, float):
         return 1.25 * value + 0.125
     if isinstance(value, str):
-        others = {"relu": "gelu", "gelu": "gelu_pytorch_tanh", "rope": "nope"}
-        return others.get(value, "relu")
+        return _OTHERS.get(value, "relu")
     if isinstance(value, list | tuple):
         return [_other(one) for one in value]
     return None

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from export.sources.rope import checked_scaling
+from export.sources.rope import checked_scaling, with_fixed_base
 from export.sources.source import turned
 from export.sources.windows import FULL, pattern_of
 from runtime.core.errors import BundleError
@@ -211,7 +211,9 @@ def settings_of(raw: dict[str, Any], family: str, where: str) -> dict[str, Any]:
 def default_settings(model_type: str, family: str) -> dict[str, Any] | None:
     """What transformers takes where a configuration says nothing, flat; None without a class."""
     made = completed({"model_type": model_type})
-    return made and flat(made, family, model_type)
+    known = arguments_of(family)
+    absent = {key: value for key, value in _ABSENT.items() if key in known and value is not None}
+    return made and {**absent, **flat(made, family, model_type)}
 
 
 def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) -> dict[str, Any]:
@@ -308,6 +310,7 @@ def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
         full |= _of_gemma4(full, where)
     nested = full.get("rope_parameters") or {}
     scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, family, where)
+    scope = with_fixed_base(scope, full)
     base_alone = {*nested} <= {"rope_theta", "rope_type"} and "rope_theta" in known
     by_type = any(isinstance(value, dict) for value in nested.values())
     nests = "rope_parameters" in known and not by_type  # those of each type of layer stay apart
@@ -565,11 +568,11 @@ def _transposed(
     return [Made(source, 0, len(across), transposed=True)]
 
 
-# dropout, numbers of tokens, how training began, blocks that are refused where there are any, and
-# what LFM2 repeats; Qwen 3.5 always has its gate
+# dropout, numbers of tokens, how training began, blocks that are refused where there are any, what
+# LFM2 repeats, and GPT-2's other heads; Qwen 3.5 always has its gate
 _NEUTRAL = re.compile(
     "drop|_token_id$|_token_index$|_token_ids$|_init_scale$|^mamba_|^router_|^block_norm_eps$"
-    "|^attn_output_gate$"
+    "|^attn_output_gate$|^summary_"
 )
 
 

@@ -90,9 +90,11 @@ def unlike_full(config: dict[str, Any]) -> list[str]:
     return sorted({*map(str, types)} - {FULL})
 
 
-def pattern_of(types: Sequence[str], letters: bool, where: str) -> int | str:
-    """Types of layers as mlx-lm has them: one global layer in so many, or as LLLG."""
+def pattern_of(types: Sequence[str], letters: bool, where: str) -> int | str | None:
+    """Types of layers as mlx-lm has them: one global layer in so many, or as LLLG; None for G."""
     if letters:
+        if SLIDING not in types:
+            return None
         return "".join("G" if name == FULL else "L" for name in types)
     every = types.index(FULL) + 1 if FULL in types else len(types) + 1
     if [name == FULL for name in types] != [not (i + 1) % every for i in range(len(types))]:
