@@ -22,6 +22,7 @@ from export.sources.general import (
     arguments_of,
     default_settings,
     is_neutral_name,
+    is_own_default,
     known_name,
     settings_of,
 )
@@ -97,9 +98,11 @@ def unread(
             before = before or _checked(family, config, where)
             if _traced(family, {**config, own: another_value(key, value)}) != before:
                 continue
-        changes_layers = re.search(
-            "window|rotary|model_base", key
-        )  # for which defaults have been passed over
+        # for which defaults have been passed over
+        changes_layers = re.search("window|rotary|model_base", key)
+        is_own = defaults is not None and key not in defaults and not changes_layers
+        if is_own and is_own_default(family, own, value):
+            continue  # transformers has no setting for it
         if defaults is None or changes_layers or defaults.get(key) != value:
             found[key] = value
     return found

@@ -114,6 +114,12 @@ def arguments_of(family: str) -> set[str]:
     return set(_parameters(family))
 
 
+def is_own_default(family: str, key: str, value: Any) -> bool:
+    """Whether a class of mlx-lm takes this value for a setting that is left out."""
+    parameter = _parameters(family).get(key)
+    return parameter is not None and parameter.default == value
+
+
 def _parameters(family: str) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(model_classes(family)[1]).parameters
 

@@ -54,7 +54,8 @@ from runtime.core.lookalikes import Kind, instead, kind_of
 
 # prefixes of the language model's names in a multimodal checkpoint, new or old
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
-_HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
+_HEAD = "lm_head"
+_EMBEDDINGS = ("model.embed_tokens", "model.wte", "model.decoder.embed_tokens", "transformer.wte")
 _OUTER = "model."  # which names lack in a model that was saved without its head
 _LAYER = re.compile(r"(?<=layers)\.\d+\.")
 # what torch saves beside the weights: frequencies, and masks of attention, which have four axes
@@ -171,8 +172,9 @@ class HFCheckpoint(Checkpoint):
 
     def _head_differs(self) -> bool:
         """Whether the output matrix has other values than the embedding, or another form."""
+        names = [name for name in _EMBEDDINGS if f"{name}.weight" in self._tensors]
         for part in ("weight", "scales", "biases"):
-            embedding = self._tensors.get(f"{_EMBEDDING}.{part}")
+            embedding = next((self._tensors.get(f"{name}.{part}") for name in names), None)
             head = self._tensors.get(f"{_HEAD}.{part}")
             if embedding is None and head is None:
                 continue
@@ -259,6 +261,8 @@ def _language_model(
     parts = _parts(expected)
     others = [tensor.name for name, tensor in tensors.items() if not name.startswith(parts)]
     tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(parts)}
+    if (head := f"{_HEAD}.weight") in others:  # of a class that always takes the embedding for it
+        tensors[head] = stored[others.pop(others.index(head))]
     if others and not any(_number(name) for name in tensors):
         example = next(name for name in expected if _number(name))
         raise BundleError(

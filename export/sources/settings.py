@@ -70,6 +70,7 @@ _WRAPPER_NEUTRAL = {
 # settings of the programs that models were made with, to the values with which they change nothing
 _AS_USUAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("full_attn_mod", "interpolate_factor", "rotary_pct"), (1,)),
+    **dict.fromkeys(("num_expert_groups", "num_limited_groups"), (1,)),
     **dict.fromkeys(("rotary", "use_rotary_pos_emb", "use_rmsnorm"), (True,)),
     **dict.fromkeys(("scale_attn_weights", "use_gated_activation"), (True,)),
     # each needs other tensors
@@ -82,6 +83,7 @@ _SAME = (
     ("partial_rotary_factor", "rotary_pct", "rope_pct", "rope_percent"),
     ("layer_types", "sliding_window_pattern", "_sliding_window_pattern"),
     ("head_dim", "attention_head_dim"),
+    ("num_experts_per_tok", "experts_per_token"),
 )
 # words in the names of settings that change what a model computes, as in Granite's and Cohere's
 _COMPUTES = re.compile(
@@ -136,13 +138,20 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
         if "text_config" not in raw:  # in earlier years the text's settings stood beside them
             around |= known | text.keys()
         unknown |= _others(raw, around)
+    positions = text.get("rope_parameters")  # where transformers 5 writes some of them
+    given = {**positions, **text} if isinstance(positions, dict) else text
     told = {
-        name: [text[same] for same in names if same in known and same in text]
+        name: [given[same] for same in names if same in known and same in given]
         for names in _SAME
         for name in names
     }
+    off = [key.removeprefix("use_") for key, value in text.items() if value is False]
+    of_those = tuple(f"{key}_" for key in off)  # as cla_share_factor beside use_cla
+    if "sliding_window" in off or text.get("sliding_window") is None:
+        of_those += ("max_window_layers",)
     for key in [*unknown]:
-        if unknown[key] in (*_AS_USUAL.get(key, ()), *told.get(key, ())):
+        usual = unknown[key] in (*_AS_USUAL.get(key, ()), *told.get(key, ()))
+        if usual or key.startswith(of_those):
             del unknown[key]
     if computing := [key for key in unknown if _COMPUTES.search(key) and not told.get(key)]:
         raise BundleError(

@@ -14,12 +14,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import transformers
+from model_types.tiny import tiny
 from support.checkpoints import Arrays, weights_of, whole, write_folder
 from support.mutations import mutate, mutate_bytes
 
 from export.sources.families import (
     build_model,
     completed_config,
+    expected_shapes,
     fixed_settings,
     normalise_config,
     transformers_config,
@@ -513,6 +515,25 @@ def test_a_head_of_its_own_is_used_though_the_configuration_says_tied(tmp_path: 
         assert read.config["tie_word_embeddings"] is False
         (warning,) = read.warnings
         assert "lm_head.weight is not the embedding" in warning
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_a_class_has_no_place_for_must_be_the_embedding(
+    tmp_path: Path, tied: bool
+) -> None:
+    config = {**tiny("gpt2"), "tie_word_embeddings": tied}
+    arrays = {
+        name.replace("model.", "transformer."): np.zeros(shape[::-1] if ".c_" in name else shape)
+        for name, shape in expected_shapes("gpt2", normalise_config(config, "x", False)).items()
+    }
+    head = {"lm_head.weight": arrays["transformer.wte.weight"] + np.float32(not tied)}
+    folder = str(write_folder(tmp_path / "m", config, {**arrays, **head}))
+    if not tied:
+        with pytest.raises(BundleError, match=r"lm_head\.weight is not the embedding, which"):
+            open_checkpoint(folder)
+        return
+    with open_checkpoint(folder) as read:
+        assert read.warnings == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

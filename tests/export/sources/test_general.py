@@ -237,7 +237,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     "gptj": {"rotary": True, "scale_attn_weights": True},
     "hunyuan_v1_dense": {
         **{"attention_head_dim": 16, "norm_type": "rms", "use_rotary_pos_emb": True},
+        **{"use_cla": False, "cla_share_factor": 2},
     },
+    **{name: {"max_window_layers": 4} for name in ("smollm3", "qwen3_moe")},
+    "gpt_oss": {"experts_per_token": 2},
+    "afmoe": {"num_expert_groups": 1, "num_limited_groups": 1},
 }
 
 
@@ -266,6 +270,8 @@ def test_another_value_than_the_usual_is_refused() -> None:
         ("apertus", {"qk_norm": True}, True),
         ("gpt2", {"scale_attn_weights": False}, False),
         ("lfm2", {"conv_L_cache": 4}, True),
+        ("afmoe", {"topk_group": 1}, True),  # as its class has it where it is left out
+        ("dots1", {"scoring_func": "softmax"}, False),
     ],
 )
 def test_settings_are_found_that_a_class_passes_over(
