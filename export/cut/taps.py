@@ -177,7 +177,7 @@ class _OwnMatrix:
     weight = _Weight()
 
     def __call__(self, x: mx.array) -> Any:
-        given = _Given(self.tap, x)
+        given = _Given(self.tap, x)  # type: ignore[attr-defined]
         try:
             return super().__call__(given)  # type: ignore[misc]
         except TypeError:  # of a function of MLX that is given it, as a norm with a matrix is
