@@ -177,7 +177,11 @@ class _OwnMatrix:
     weight = _Weight()
 
     def __call__(self, x: mx.array) -> Any:
-        return super().__call__(_Given(self.tap, x))  # type: ignore[misc, attr-defined]
+        given = _Given(self.tap, x)  # type: ignore[attr-defined]
+        try:
+            return super().__call__(given)  # type: ignore[misc]
+        except TypeError:  # of a function of MLX that is given it, as a norm with a matrix is
+            return given.__getattr__("no product")
 
 
 class LayerTap:

@@ -23,6 +23,7 @@ from export.sources.general import (
     arguments_of,
     default_settings,
     is_neutral_name,
+    is_own_default,
     known_name,
     settings_of,
 )
@@ -44,6 +45,12 @@ _SIZES = {
     *("mlp_layer_types", "moe_layer_end_index"),
     *("original_max_position_embeddings", "quantization", "quantization_config", IN_CONFIG),
     *("block_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_auto_adjust_ff_dim"),
+    *("conv_L_cache", "linear_conv_kernel_dim"),
+}
+# of two GELUs the other one, with which any class computes; of other activations none of these
+_OTHERS = {
+    **{"relu": "silu", "gelu": "gelu_pytorch_tanh", "rope": "nope"},
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu"),
 }
 # settings that mlx-lm's classes read otherwise than transformers, which has some in its base of all
 # types, to the values with which both compute the same
@@ -101,13 +108,16 @@ def unread(
     for key, value in settings.items():
         if "softcap" in key and value is None and (defaults or {}).get(key) is not None:
             found[key] = value  # classes cap with their own number, then
-        if key in told or _is_neutral(key) or _is_off(key, value, settings, longest):
+        is_turned_off = value is False and (defaults or {}).get(key) is True
+        is_off = _is_off(key, value, settings, longest) and not is_turned_off
+        if key in told or _is_neutral(key) or is_off:
             continue
         if key == _PATTERN and (given.get("layer_types") or value == settings.get(_PATTERN[1:])):
             continue
         is_window = _WINDOWS.search(key)
+        changes_layers = is_window or _CHANGES_LAYERS.search(key)
         is_default = defaults is not None and defaults.get(key) == value
-        if is_default and not is_window and not _CHANGES_LAYERS.search(key):
+        if is_default and not changes_layers:
             continue
         own = known_name(key, known)
         is_known = own in known or key in config
@@ -115,6 +125,9 @@ def unread(
             before = before or _checked(family, config, where)
             if _traced(family, {**config, own: another_value(key, value)}) != before:
                 continue
+        is_own = defaults is not None and key not in defaults and not changes_layers
+        if is_own and is_own_default(family, own, value):
+            continue  # transformers has no setting for it
         found[key] = value
     return found
 
@@ -177,8 +190,7 @@ def another_value(key: str, value: Any) -> Any:
     if isinstance(value, float):
         return 1.25 * value + 0.125
     if isinstance(value, str):
-        others = {"relu": "gelu", "gelu": "gelu_pytorch_tanh", "rope": "nope"}
-        return others.get(value, "relu")
+        return _OTHERS.get(value, "relu")
     if isinstance(value, list | tuple):
         return [_other(one) for one in value]
     return None

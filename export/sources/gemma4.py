@@ -58,6 +58,14 @@ def _key_values(args: ModelArgs, index: int) -> int:
     return int(heads * (args.global_head_dim if full and args.global_head_dim else args.head_dim))
 
 
+class Experts(gemma4_text.Experts):  # type: ignore[misc]
+    """mlx-lm's experts, whose results stand first in their product with the weights."""
+
+    def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
+        weighted: mx.array = self.switch_glu(x, chosen) * weights[..., None]
+        return weighted.sum(-2)
+
+
 class Layer(gemma4_text.DecoderLayer):  # type: ignore[misc]
     """mlx-lm's layer, which takes a `Stream` and returns the next."""
 
@@ -67,6 +75,8 @@ class Layer(gemma4_text.DecoderLayer):  # type: ignore[misc]
         self.takes, self.returns = streams(args)[index : index + 2]
         self.returned_columns = self.returns.columns
         self.embed = embed
+        if args.enable_moe_block:
+            self.experts = Experts(args)
         width, own = args.hidden_size, args.hidden_size_per_layer_input
         if own:
             self.embed_tokens_per_layer = nn.Embedding(args.vocab_size_per_layer_input, own)

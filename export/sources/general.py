@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from export.sources.rope import ORIGINAL_LENGTH, checked_scaling
+from export.sources.rope import ORIGINAL_LENGTH, checked_scaling, with_fixed_base
 from export.sources.source import turned
 from export.sources.windows import FULL, SLIDING, pattern_of
 from runtime.core.errors import BundleError
@@ -121,6 +121,12 @@ def module_names() -> tuple[str, ...]:
 def arguments_of(family: str) -> set[str]:
     """The names of the settings that mlx-lm's class of a family takes."""
     return set(_parameters(family))
+
+
+def is_own_default(family: str, key: str, value: Any) -> bool:
+    """Whether a class of mlx-lm takes this value for a setting that is left out."""
+    parameter = _parameters(family).get(key)
+    return parameter is not None and parameter.default == value
 
 
 @cache
@@ -226,7 +232,9 @@ def settings_of(raw: dict[str, Any], family: str, where: str) -> dict[str, Any]:
 def default_settings(model_type: str, family: str) -> dict[str, Any] | None:
     """What transformers takes where a configuration says nothing, flat; None without a class."""
     made = completed({"model_type": model_type})
-    return made and flat(made, family, model_type)
+    known = arguments_of(family)
+    absent = {key: value for key, value in _ABSENT.items() if key in known and value is not None}
+    return made and {**absent, **flat(made, family, model_type)}
 
 
 def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) -> dict[str, Any]:
@@ -331,6 +339,7 @@ def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
         full |= _of_gemma4(full, where)
     nested = full.get("rope_parameters") or {}
     scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, full, family, where)
+    scope = with_fixed_base(scope, full)
     base_alone = {*nested} <= {"rope_theta", "rope_type"} and "rope_theta" in known
     by_type = any(isinstance(value, dict) for value in nested.values())
     nests = "rope_parameters" in known and not by_type  # those of each type of layer stay apart
@@ -614,11 +623,11 @@ def _transposed(
     return [Made(source, 0, len(across), transposed=True)]
 
 
-# dropout, numbers of tokens, how training began, blocks that are refused where there are any, and
-# what LFM2 repeats; Qwen 3.5 always has its gate
+# dropout, numbers of tokens, how training began, blocks that are refused where there are any, what
+# LFM2 repeats, and GPT-2's other heads; Qwen 3.5 always has its gate
 _NEUTRAL = re.compile(
     "drop|_token_id$|_token_index$|_token_ids$|_init_scale$|^mamba_|^router_|^block_norm_eps$"
-    "|^attn_output_gate$"
+    "|^attn_output_gate$|^summary_"
 )
 
 

@@ -5,6 +5,7 @@ The weights may be floats or quantized by MLX.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,12 @@ from runtime.core.lookalikes import Kind, instead, kind_of
 
 # prefixes of the language model's names in a multimodal checkpoint, new or old
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
-_HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
+_HEAD = "lm_head"
+_EMBEDDINGS = ("model.embed_tokens", "model.wte", "model.decoder.embed_tokens", "transformer.wte")
+_OUTER = "model."  # which names lack in a model that was saved without its head
+_LAYER = re.compile(r"(?<=layers)\.\d+\.")
+# what torch saves beside the weights: frequencies, and masks of attention, which have four axes
+_BUFFERS = (".inv_freq", ".masked_bias")
 
 
 class HFCheckpoint(Checkpoint):
@@ -165,8 +171,9 @@ class HFCheckpoint(Checkpoint):
 
     def _head_differs(self) -> bool:
         """Whether the output matrix has other values than the embedding, or another form."""
+        names = [name for name in _EMBEDDINGS if f"{name}.weight" in self._tensors]
         for part in ("weight", "scales", "biases"):
-            embedding = self._tensors.get(f"{_EMBEDDING}.{part}")
+            embedding = next((self._tensors.get(f"{name}.{part}") for name in names), None)
             head = self._tensors.get(f"{_HEAD}.{part}")
             if embedding is None and head is None:
                 continue
@@ -186,7 +193,7 @@ class HFCheckpoint(Checkpoint):
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for name, tensor in self._tensors.items():
-            if name.endswith((".scales", ".biases", ".rotary_emb.inv_freq")):
+            if name.endswith((".scales", ".biases")):
                 continue
             if name == f"{_HEAD}.weight" and name not in expected:
                 continue  # a tied model's copy of its embedding
@@ -225,15 +232,17 @@ def _language_model(
     Raises BundleError where there is none, or two have the same name.
     """
     stored: dict[str, StoredTensor] = {}
-    for tensor in (tensor for file in files for tensor in file.tensors.values()):
-        name = _inner_name(unwrapped(tensor.name), NAMES.get(model.model_type, ()))
+    expected = parameter_shapes(model)
+    weights = [one for file in files for one in file.tensors.values() if not _is_buffer(one)]
+    outer = _missing_outer((_inner_name(one.name) for one in weights), expected)
+    for tensor in weights:
+        name = _inner_name(tensor.name, outer, NAMES.get(model.model_type, ()))
         if name in stored:
             raise BundleError(
                 f"{where}: {stored[name].name} and {tensor.name} are both {name}; it holds two "
                 "models, of which one must go"
             )
         stored[name] = tensor
-    expected = parameter_shapes(model)
     made = {name: [Made(name, 0, tensor.flat().shape[0])] for name, tensor in stored.items()}
     tensors = with_experts_apart(stored)
     if not tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}:
@@ -251,6 +260,8 @@ def _language_model(
     parts = _parts(expected)
     others = [tensor.name for name, tensor in tensors.items() if not name.startswith(parts)]
     tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(parts)}
+    if (head := f"{_HEAD}.weight") in others:  # of a class that always takes the embedding for it
+        tensors[head] = stored[others.pop(others.index(head))]
     if others and not any(_number(name) for name in tensors):
         example = next(name for name in expected if _number(name))
         raise BundleError(
@@ -259,11 +270,29 @@ def _language_model(
             "it with transformers' save_pretrained, as a model for causal language modelling"
         )
     made = {name: parts for name, parts in made.items() if name in tensors}
-    return tensors, others, _origins(stored, made)
+    return tensors, others, _origins(stored, made, outer)
+
+
+def _is_buffer(tensor: StoredTensor) -> bool:
+    """Whether a tensor is none of a model's weights, but follows from its configuration."""
+    is_mask = tensor.name.endswith(".bias") and len(tensor.shape) == 4
+    return is_mask or tensor.name.endswith(_BUFFERS)
+
+
+def _missing_outer(names: Iterable[str], expected: Iterable[str]) -> str:
+    """What the names of all tensors but the head's lack; nothing, but in a model without a head."""
+    within, wanted = _stems(names), _stems(expected)
+    lacks = not within & wanted and {f"{_OUTER}{stem}" for stem in within} & wanted
+    return _OUTER if lacks else ""
+
+
+def _stems(names: Iterable[str]) -> set[str]:
+    """How the names of tensors in layers begin, as `model.layers`."""
+    return {name[: found.start()] for name in names if (found := _LAYER.search(name))}
 
 
 def _origins(
-    stored: Mapping[str, StoredTensor], made: Mapping[str, list[Made]]
+    stored: Mapping[str, StoredTensor], made: Mapping[str, list[Made]], outer: str
 ) -> dict[str, list[Origin]]:
     """Where tensors are from, without those that are a checkpoint's of the same name."""
     found = {}
@@ -274,7 +303,7 @@ def _origins(
         for part in parts:
             tensor = stored[part.source]
             height = tensor.shape[1] if part.transposed else tensor.flat().shape[0]
-            inner = _inner_name(unwrapped(tensor.name), ())
+            inner = _inner_name(tensor.name, outer)
             columns = None if part.columns is None else (*part.columns, tensor.shape[-1])
             origins.append(Origin(inner, part.first, part.rows, height, part.transposed, columns))
         if origins != [Origin(name, 0, origins[0].height, origins[0].height)]:
@@ -349,14 +378,18 @@ def _parts(expected: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(parts))
 
 
-def _inner_name(stored: str, names: Sequence[tuple[str, str]]) -> str:
+def _inner_name(stored: str, outer: str = "", names: Sequence[tuple[str, str]] = ()) -> str:
     """mlx-lm's name of a tensor of a language model that a larger model may hold.
 
-    `names` are parts that have other names in mlx-lm.
+    `outer` is what all names but the head's lack, and `names` are parts that have other names in
+    mlx-lm.
     """
-    for outer, inner in _PREFIXES:
-        if stored.startswith(outer):
-            return inner + stored.removeprefix(outer)
+    stored = unwrapped(stored)
+    for around, inner in _PREFIXES:
+        if stored.startswith(around):
+            return inner + stored.removeprefix(around)
+    if not stored.startswith(f"{_HEAD}."):
+        stored = outer + stored
     for theirs, ours in names:
         stored = stored.replace(theirs, ours)
     return stored

@@ -61,12 +61,12 @@ def find_layouts(
         method = foreign.get("quant_method", foreign.get("mode", "unknown"))
         raise BundleError(
             f"{where}: quantized by {method!r}; supported are unquantized checkpoints and MLX's "
-            "affine quantization"
+            "affine quantization; start from the model that was quantized"
         )
     if settings is None and scales:
         raise BundleError(
             f"{where}/config.json: without a 'quantization', though the weights hold {scales[0]}; "
-            "download it again"
+            "download it again, or, if MLX has not quantized it, start from the unquantized model"
         )
     layouts: dict[str, Layout] = {}
     for name in scales:

@@ -53,10 +53,15 @@ def checked_scaling(
     """
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # Phi-3's name of the first release
-    if kind not in SETTINGS:
-        why = ": its frequencies depend on the length of the sequence" if kind == "dynamic" else ""
+    if kind == "dynamic":
         raise BundleError(
-            f"{where}: rope_type {kind!r} is not supported{why}; supported are "
+            f"{where}: rope_type 'dynamic' is not supported: its frequencies depend on the length "
+            "of the sequence; to train on at most max_position_embeddings tokens (now "
+            f"{config.get('max_position_embeddings')}), where it does nothing, delete it there"
+        )
+    if kind not in SETTINGS:
+        raise BundleError(
+            f"{where}: rope_type {kind!r} is not supported; supported are "
             f"{', '.join(sorted(SETTINGS))}"
         )
     partial = scaling.get("partial_rotary_factor")
@@ -90,6 +95,18 @@ def checked_scaling(
     if kind == "longrope":
         _check_longrope(settings, config, where)
     return {"rope_type": kind, **settings}
+
+
+def with_fixed_base(scaling: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """A scaling; HunYuan's "dynamic" one with an `alpha`, as the base that it is at any length.
+
+    That is base * alpha^(dims / (dims - 2)), and the settings beside `alpha` do nothing.
+    """
+    if not (scaling.get("alpha") and str(config.get("model_type")).startswith("hunyuan")):
+        return scaling
+    dims = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    base = scaling.get("rope_theta") or config["rope_theta"]
+    return {"rope_type": "default", "rope_theta": base * scaling["alpha"] ** (dims / (dims - 2))}
 
 
 def _check_longrope(settings: dict[str, Any], config: dict[str, Any], where: str) -> None:

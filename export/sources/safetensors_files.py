@@ -188,10 +188,8 @@ def open_shards(folder: Path) -> list[SafetensorsFile]:
     names = sorted({str(name) for name in weight_map.values()}) or _names_without_index(folder)
     if not names:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pth"))
-        raise BundleError(
-            f"{folder}: no model*.safetensors"
-            + ("; pickled weights are not read, convert them to safetensors" if pickled else "")
-        )
+        way_out = "; pickled weights are not read: transformers' save_pretrained converts them"
+        raise BundleError(f"{folder}: no model*.safetensors{way_out if pickled else ''}")
     files: dict[str, SafetensorsFile] = {}
     for name in names:
         if Path(name).name != name or name in ("", ".", ".."):

@@ -35,6 +35,9 @@ _NEUTRAL = {
     "of classifiers": "id2label label2id problem_type task_specific_params",
     "these families are decoders": "is_encoder_decoder",
     "slices with the same result": "chunk_size_feed_forward pretraining_tp",
+    "softmax is always computed in float32": """
+        attention_softmax_in_fp32 scale_attention_softmax_in_fp32
+    """,
 }
 # of a model with a vision tower, around its text_config: what is used, and why others are not
 WRAPPER_USED = frozenset(
@@ -49,6 +52,24 @@ _WRAPPER_NEUTRAL = {
         image_token_index boi_token_id eoi_token_id image_token_id ignore_index
     """,
 }
+# settings of the programs that models were made with, to the values with which they change nothing
+_AS_USUAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("full_attn_mod", "interpolate_factor", "rotary_pct"), (1,)),
+    **dict.fromkeys(("num_expert_groups", "num_limited_groups"), (1,)),
+    **dict.fromkeys(("rotary", "use_rotary_pos_emb", "use_rmsnorm"), (True,)),
+    **dict.fromkeys(("scale_attn_weights", "use_gated_activation"), (True,)),
+    # each needs other tensors
+    **{"normalization_function": ("rmsnorm",), "norm_type": ("rms", "layer_norm")},
+}
+# names of the same setting: where transformers reads one that is given, the others are not used
+_SAME = (
+    ("hidden_act", "hidden_activation", "activation_function"),
+    ("norm_eps", "layer_norm_eps", "rms_norm_eps", "norm_epsilon", "layer_norm_epsilon"),
+    ("partial_rotary_factor", "rotary_pct", "rope_pct", "rope_percent"),
+    ("layer_types", "sliding_window_pattern", "_sliding_window_pattern"),
+    ("head_dim", "attention_head_dim"),
+    ("num_experts_per_tok", "experts_per_token"),
+)
 # words in the names of settings that change what a model computes, as in Granite's and Cohere's
 _COMPUTES = re.compile(
     "scal|multipl|softcap|rope|rotary|window|norm|bias|act|expert|clip|alibi|residual|attn|attention"
@@ -97,7 +118,22 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
         if "text_config" not in raw:  # in earlier years the text's settings stood beside them
             around |= known | text.keys()
         unknown |= _others(raw, around)
-    if computing := [key for key in unknown if _COMPUTES.search(key)]:
+    positions = text.get("rope_parameters")  # where transformers 5 writes some of them
+    given = {**positions, **text} if isinstance(positions, dict) else text
+    told = {
+        name: [given[same] for same in names if same in known and same in given]
+        for names in _SAME
+        for name in names
+    }
+    off = [key.removeprefix("use_") for key, value in text.items() if value is False]
+    of_those = tuple(f"{key}_" for key in off)  # as cla_share_factor beside use_cla
+    if "sliding_window" in off or text.get("sliding_window") is None:
+        of_those += ("max_window_layers",)
+    for key in [*unknown]:
+        usual = unknown[key] in (*_AS_USUAL.get(key, ()), *told.get(key, ()))
+        if usual or key.startswith(of_those):
+            del unknown[key]
+    if computing := [key for key in unknown if _COMPUTES.search(key) and not told.get(key)]:
         raise BundleError(
             f"{where}: {', '.join(f'{key} = {unknown[key]!r:.60}' for key in computing)} is not "
             f"supported for {family}; if the original model computes without it, delete it there"

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import transformers
+from model_types.tiny import tiny
 from support.checkpoints import Arrays, weights_of, whole, write_folder
 from support.mutations import mutate, mutate_bytes
 
@@ -22,6 +23,7 @@ from export.cut.unread import refuse_unread
 from export.sources.families import (
     build_model,
     completed_config,
+    expected_shapes,
     normalise_config,
     transformers_config,
 )
@@ -36,6 +38,7 @@ from export.sources.settings import (
 )
 from export.stored import QuantizedForm
 from runtime.adapters.fused import IN_CONFIG
+from runtime.adapters.origins import RENAMED
 from runtime.core.errors import BundleError, UsageError
 
 TINY = [name for name in PRESETS if name.startswith("tiny-")]
@@ -522,6 +525,25 @@ def test_a_head_of_its_own_is_used_though_the_configuration_says_tied(tmp_path: 
         assert "lm_head.weight is not the embedding" in warning
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_a_class_has_no_place_for_must_be_the_embedding(
+    tmp_path: Path, tied: bool
+) -> None:
+    config = {**tiny("gpt2"), "tie_word_embeddings": tied}
+    arrays = {
+        name.replace("model.", "transformer."): np.zeros(shape[::-1] if ".c_" in name else shape)
+        for name, shape in expected_shapes("gpt2", normalise_config(config, "x", False)).items()
+    }
+    head = {"lm_head.weight": arrays["transformer.wte.weight"] + np.float32(not tied)}
+    folder = str(write_folder(tmp_path / "m", config, {**arrays, **head}))
+    if not tied:
+        with pytest.raises(BundleError, match=r"lm_head\.weight is not the embedding, which"):
+            open_checkpoint(folder)
+        return
+    with open_checkpoint(folder) as read:
+        assert read.warnings == []
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_model_that_says_untied_needs_its_head(tmp_path: Path, family: str) -> None:
     """transformers would give it a random one."""
@@ -628,6 +650,23 @@ def test_a_model_that_was_saved_wrapped_is_read(tmp_path: Path, prefix: str) -> 
     other = write_folder(tmp_path / "other", config, prefixed("transformer.", arrays))
     with pytest.raises(BundleError, match=r"none of its 21 tensors has a name as model\.layers\.0"):
         open_checkpoint(str(other))
+
+
+def test_a_model_that_was_saved_without_its_head_is_read(tmp_path: Path) -> None:
+    """And what torch saves beside the weights is no weight."""
+    config, arrays = weights_of("tiny-gemma3")
+    inner = {name.removeprefix("model."): array for name, array in arrays.items()}
+    attention = "layers.0.self_attn"
+    inner |= {f"{attention}.masked_bias": ZEROS, f"{attention}.bias": np.ones((1, 1, 4, 4))}
+    inner["rotary_emb.inv_freq"] = ZEROS
+    with open_checkpoint(str(write_folder(tmp_path / "m", config, inner))) as read:
+        for name in arrays:
+            np.testing.assert_array_equal(whole(read, name), arrays[name])
+        assert read.warnings == []
+        assert RENAMED not in read.provenance  # adapters go onto the model with its head
+    untied = {**config, "tie_word_embeddings": False}
+    with pytest.raises(BundleError, match=r"1 of .* tensors are missing: lm_head"):
+        open_checkpoint(str(write_folder(tmp_path / "untied", untied, inner)))
 
 
 # --- experts ----------------------------------------------------------------------------------

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text
+from model_types.tiny import tiny
 from support.bundles import Rng
 
+from export.cut.model import cut_model
 from export.sources import gemma4
+from export.sources.families import normalise_config
 from export.sources.general import whole_tensors
 
 SIZES = {
@@ -20,6 +25,11 @@ SIZES = {
     **{"sliding_window": 16, "sliding_window_pattern": 3, "num_kv_shared_layers": 3},
 }
 
+EXPERTS: dict[str, Any] = {
+    **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+    "moe_intermediate_size": 32,
+}
+
 
 @pytest.mark.parametrize(
     "changes",
@@ -27,6 +37,7 @@ SIZES = {
         {},
         {"num_kv_shared_layers": 0, "final_logit_softcapping": None},
         {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+        EXPERTS,
     ],
     ids=str,
 )
@@ -54,3 +65,10 @@ def test_logits_and_gradients_are_mlx_lms(rng: Rng, changes: dict[str, object]) 
             error = mx.linalg.norm(found[name] - expected[name])
             assert error <= 1e-4 * mx.linalg.norm(expected[name]) + 1e-7, name
     assert expected.keys() - found.keys() == whole_tensors(ours).keys()
+
+
+def test_experts_are_cut() -> None:
+    small = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "num_kv_shared_layers": 0}
+    config = normalise_config(tiny("gemma4_text", **EXPERTS, **small), "x", False)
+    blocks = repr(cut_model("gemma4_text", config))
+    assert "experts.switch_glu" in blocks

@@ -223,6 +223,82 @@ def test_qwen35_is_read_as_its_makers_write_it() -> None:
         normalise_config({**raw, "text_config": {**text, "layer_types": irregular}}, "x", False)
 
 
+_IN_FLOAT32 = ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
+# what their makers' configurations say beside what transformers reads, and no warning tells
+BESIDE: dict[str, dict[str, Any]] = {
+    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"},
+    "granitemoehybrid": {"normalization_function": "rmsnorm"},
+    "cohere2": {"rotary_pct": 1.0, "use_gated_activation": True},
+    "starcoder2": {
+        **dict.fromkeys((*_IN_FLOAT32, "scale_attn_weights"), True),
+        **{"norm_type": "layer_norm", "layer_norm_epsilon": 1e-5},
+    },
+    "gptj": {"rotary": True, "scale_attn_weights": True},
+    "hunyuan_v1_dense": {
+        **{"attention_head_dim": 16, "norm_type": "rms", "use_rotary_pos_emb": True},
+        **{"use_cla": False, "cla_share_factor": 2},
+    },
+    **{name: {"max_window_layers": 4} for name in ("smollm3", "qwen3_moe")},
+    "gpt_oss": {"experts_per_token": 2},
+    "afmoe": {"num_expert_groups": 1, "num_limited_groups": 1},
+}
+
+
+@pytest.mark.parametrize("model_type", BESIDE)
+def test_what_makers_write_beside_is_not_refused(model_type: str) -> None:
+    raw = {**tiny(model_type), **BESIDE[model_type]}
+    assert not BESIDE[model_type].keys() & {*unknown_settings(model_type, raw, "x")}
+
+
+def test_another_value_than_the_usual_is_refused() -> None:
+    for setting in ({"full_attn_mod": 2}, {"rotary_pct": 0.5}):
+        with pytest.raises(BundleError, match=f"{next(iter(setting))} = "):
+            unknown_settings("phi3", {"model_type": "phi3", **setting}, "x")
+    # where transformers reads the other name of a setting, this one is told
+    raw = {**tiny("gemma2"), "hidden_act": "gelu"}
+    assert unknown_settings("gemma2", raw, "x") == ["hidden_act"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "setting", "is_read"),
+    [
+        ("gpt2", {"activation_function": "gelu"}, True),
+        ("gpt2", {"activation_function": "gelu_pytorch_tanh"}, True),
+        ("gpt2", {"activation_function": "relu"}, False),  # of which its class knows nothing
+        ("gpt_neox", {"hidden_act": "gelu_new"}, True),
+        ("apertus", {"qk_norm": True}, True),
+        ("gpt2", {"scale_attn_weights": False}, False),
+        ("lfm2", {"conv_L_cache": 4}, True),
+        ("afmoe", {"topk_group": 1}, True),  # as its class has it where it is left out
+        ("dots1", {"scoring_func": "softmax"}, False),
+    ],
+)
+def test_settings_are_found_that_a_class_passes_over(
+    model_type: str, setting: dict[str, Any], is_read: bool
+) -> None:
+    raw = {**tiny(model_type), **setting}
+    config = normalise_config(raw, "x", not raw.get("tie_word_embeddings"))
+    assert unread(model_type, config, raw, "x") == ({} if is_read else setting)
+
+
+def test_hunyuans_fixed_scaling_is_another_base() -> None:
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "mscale": 1.0}
+    raw = {**tiny("hunyuan_v1_dense"), "rope_theta": 1e4, "rope_scaling": scaling}
+    raw.pop("rope_parameters", None)
+    config = normalise_config(raw, "x", True)
+    assert config["rope_theta"] == pytest.approx(1e4 * 1000 ** (16 / 14))
+    assert config.get("rope_scaling") is None
+    with pytest.raises(BundleError, match=r"rope_type 'dynamic' .* delete it there"):
+        normalise_config({**raw, "model_type": "llama"}, "x", True)
+
+
+def test_a_pattern_without_windows_is_none() -> None:
+    raw = {**tiny("exaone4"), "layer_types": ["full_attention"] * 4, "sliding_window": None}
+    raw["sliding_window_pattern"] = None  # as EXAONE 4.0 1.2B
+    assert expected_shapes("exaone4", normalise_config(raw, "x", True))
+
+
 @pytest.mark.parametrize(
     "types",
     [
