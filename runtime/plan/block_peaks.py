@@ -458,8 +458,10 @@ class PeakModel:
         waiting = self.adapters.waiting
         if not waiting or self.demand.sums_gradients:
             return waiting
-        last = len(self.lowered.blocks) - 1
-        return max(0, 2 * waiting - self.forward(last, self.demand.lanes[-1]))
+        of_head = self.forward(len(self.lowered.blocks) - 1, self.demand.lanes[-1])
+        if self.demand.holds_gradients:  # those of earlier micro-batches too: half was seen
+            return max(0, min(waiting // 2, 3 * waiting - of_head))
+        return max(0, 2 * waiting - of_head)
 
     @property
     def mapped_value(self) -> int:
