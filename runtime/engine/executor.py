@@ -20,6 +20,7 @@ from runtime.operations.base import Operation
 from runtime.operations.kernel import Kernel, Run, Tools
 from runtime.operations.kernel_table import KERNELS
 from runtime.operations.program import Instruction, Program
+from runtime.operations.row_kernels import ROW_KERNELS, RowKernel
 from runtime.operations.values import gradient_of
 
 
@@ -35,7 +36,9 @@ class Executor:
     @classmethod
     def of(cls, tools: Tools) -> Executor:
         """An executor with the kernels of the table."""
-        kernels = {operation: make(tools) for operation, make in KERNELS.items()}
+        rows = tools.matrices.in_place is not None and tools.execution.bucket == 1
+        table = KERNELS | ROW_KERNELS if rows else KERNELS
+        kernels = {operation: make(tools) for operation, make in table.items()}
         return cls(kernels, tools.arrays, tools.profile, tools.dtype)
 
     def forward(
@@ -89,6 +92,16 @@ class Executor:
         self, run: Run, kernel: Kernel, lanes: list[Values], loras: Sequence[Loras]
     ) -> None:
         operation = run.instruction.operation
+        if not isinstance(kernel, RowKernel):
+            for values in lanes:
+                arrays = {name: values[name] for name in operation.activations if name in values}
+                values.update(
+                    {
+                        name: mx.array(array)
+                        for name, array in arrays.items()
+                        if not isinstance(array, mx.array)
+                    }
+                )
         given = [self._widened(operation, values, operation.activations) for values in lanes]
         kernel.forward(run, lanes, loras)
         for values, short in zip(lanes, given, strict=True):

@@ -70,11 +70,7 @@ class Model:
     def matrices(self) -> Matrices:
         manifest, execution = self.bundle.manifest, self.lowered.execution
         library = load_onednn() if execution.by_onednn else None
-        if self.in_place is not None and self.bucket == 1:
-            # lazy there too: a token's values are so small that waiting for each takes longer
-            arrays = arrays_for("gpu", one_evaluation=True)
-        else:
-            arrays = arrays_for(manifest.device, execution.one_evaluation)
+        arrays = arrays_for(manifest.device, execution.one_evaluation)
 
         def by_offset(counts: Mapping[str, int]) -> dict[int, int]:
             return {manifest.matrices[name].packed.offset: n for name, n in counts.items()}
@@ -332,7 +328,7 @@ class Model:
         block = self.blocks[-1]
         values: Values = {self._lowered[block].program.input: x}
         (whole,) = self._forward(block, [values], [{} if loras is None else loras])
-        h = mx.take(whole.squeeze(0), _indices(scored), axis=0)  # so that the rest can go
+        h = mx.take(mx.array(whole).squeeze(0), _indices(scored), axis=0)  # so that the rest can go
         h = h.astype(mx.float32)  # as the head takes it
         mx.eval(h)
         return h

@@ -209,7 +209,7 @@ def this_machine(device: str, arithmetic: str, compute_dtype: str = "float32") -
         limit_bytes=memory_limit_bytes(),
         compute_dtype=dtype.name,
         compute_reason=dtype.reason,
-        numba=device == "cpu" and not packed and find_spec("numba") is not None,
+        llvm=device == "cpu" and not packed and find_spec("llvmlite") is not None,
     )
 
 

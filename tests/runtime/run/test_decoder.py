@@ -55,7 +55,7 @@ def test_what_decodes_sees_the_prefix(tiny: Tiny, rng: Rng, family: str) -> None
 def plan_of(bundle: Bundle, kind: str = "generous") -> Plan:
     small = LEVELS[-1]
     if kind == "in place":
-        pytest.importorskip("numba")
+        pytest.importorskip("llvmlite")
     choices = {"in_place": False, **PLANS[kind]}
     plan = replace(plan_decoding(bundle, 10**9, CONTEXT), **choices)
     if kind in ("generous", "in place"):
@@ -103,7 +103,8 @@ def test_matrices_of_any_layout_are_decoded(
     adapters = adapters_of(bundle, rng)
     tokens = tokens_of(bundle, rng, 40)
     expected = dense_logits(bundle, adapters, tokens)
-    for kind in ("frugal", "half", "in place"):
+    in_place = ["in place"] if plan_decoding(bundle, 10**9, CONTEXT).in_place else []
+    for kind in ("frugal", "half", *in_place):
         decoder = Decoder(open_session(bundle, plan_of(bundle, kind)), adapters)
         for end, logits in read_in_parts(decoder, tokens, rng).items():
             assert agrees(logits, expected[end - 1])
@@ -138,7 +139,7 @@ def test_a_sequence_that_is_taken_up_again_is_read_from_where_it_parts(
 
 
 def test_a_token_is_multiplied_where_weights_lie_if_the_budget_has_room(tiny: Tiny) -> None:
-    pytest.importorskip("numba")
+    pytest.importorskip("llvmlite")
     bundle = tiny("qwen2")
     plan = plan_decoding(bundle, 10**9, CONTEXT)
     assert plan.in_place
@@ -147,14 +148,14 @@ def test_a_token_is_multiplied_where_weights_lie_if_the_budget_has_room(tiny: Ti
         assert not plan_decoding(tiny("qwen2", layouts=layouts), 10**9, CONTEXT).in_place
 
 
-def test_a_numba_that_cannot_be_loaded_is_named(
+def test_an_llvmlite_that_cannot_be_loaded_is_named(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("numba")
+    pytest.importorskip("llvmlite")
     bundle = tiny("qwen2")
     plan = plan_of(bundle, "in place")
-    monkeypatch.setitem(sys.modules, "numba", None)
-    with pytest.raises(UsageError, match="Numba is installed and cannot be loaded"):
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    with pytest.raises(UsageError, match="llvmlite is installed and cannot be loaded"):
         open_session(bundle, plan)
 
 
@@ -164,7 +165,7 @@ def test_a_numba_that_cannot_be_loaded_is_named(
 def test_products_in_place_are_those_of_the_values(
     rng: Rng, bits: int, layout: Literal["symmetric", "affine"], dtype: str
 ) -> None:
-    pytest.importorskip("numba")
+    pytest.importorskip("llvmlite")
     rows, size, groups = int(rng.integers(1, 70)), int(rng.choice([32, 64, 128])), 3
     columns = size * groups
     q = rng.integers(0, 1 << bits, (rows, columns))
@@ -182,7 +183,7 @@ def test_products_in_place_are_those_of_the_values(
     packed = Extent(0, 0, "uint32", (rows, columns * bits // 32))
     also = of_groups if layout == "affine" else None
     matrix = Matrix(rows, columns, bits, size, layout, packed, of_groups, also)
-    y = PackedRows(Mapped(), 2).multiply(x, matrix)
+    (y,) = PackedRows(Mapped(), 2).multiply(x, [matrix])
     wide = np.asarray(scales.astype(mx.float32), np.float64)
     shift = -(2.0 ** (bits - 1)) * wide if also is None else np.asarray(biases.astype(mx.float32))
     values = q.reshape(rows, groups, size) * wide[..., None] + shift[..., None]

@@ -1,0 +1,134 @@
+"""Kernels for a single token, whose values are NumPy arrays: products by weights where they lie.
+
+They take the places of the kernels of `kernel_table` on a CPU where weights are multiplied in
+place. Waiting for MLX some 70 times takes longer than all else that a token needs. Other kernels
+are given MLX's arrays, and return them; here `np.asarray` takes either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from runtime.arrays.arrays import quiet
+from runtime.arrays.values import Gradients, Loras, Values
+from runtime.operations.attention import CachedAttention
+from runtime.operations.base import Operation
+from runtime.operations.cached_attention_kernel import hidden, ring_positions
+from runtime.operations.elementwise import Elementwise
+from runtime.operations.gated import Gated
+from runtime.operations.gated_kernel import gate_into
+from runtime.operations.kernel import Kernel, Run, Tools
+from runtime.operations.linear import Linear
+from runtime.operations.placed import Placed
+from runtime.operations.values import POSITION, graph_key
+
+
+@dataclass(frozen=True)
+class RowKernel:
+    """What the kernels share. Their one lane's values are dropped where they are not read again."""
+
+    tools: Tools
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        (values,), (own,) = lanes, loras
+        self.row(run, values, own)
+
+    def row(self, run: Run, values: Any, loras: Loras) -> None:
+        """Add the operation's results to the values of the token."""
+        raise NotImplementedError
+
+    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        raise AssertionError("what decodes is not trained")
+
+
+class RowLinear(RowKernel):
+    """`Linear`, all its products at once; see `linear_kernel`."""
+
+    def row(self, run: Run, values: Any, loras: Loras) -> None:
+        operation, tools = run.operation(Linear), self.tools
+        x = np.asarray(values[operation.inputs[0]])[0, 0]
+        linears = [one for one in operation.linears if one.output in run.instruction.wanted]
+        names = [run.block.tensor(linear.name) for linear in linears]
+        ys = tools.matrices.of_row(x, [tools.stored[name] for name in names])
+        for linear, name, y in zip(linears, names, ys, strict=True):
+            if linear.bias:
+                y += np.asarray(tools.vector(f"{name}.bias", loras))
+            if (lora := loras.get(linear.name)) is not None:
+                through_a = np.einsum("c,cr->r", x, np.asarray(lora.a))  # no threads that spin
+                y += np.einsum("r,rc->c", through_a * np.float32(lora.scale), np.asarray(lora.b))
+            values[linear.output] = y[None, None]
+
+
+class RowGraph(RowKernel):
+    """`Elementwise` and `Placed`: the graph, replayed by NumPy if it has all the primitives."""
+
+    def row(self, run: Run, values: Any, loras: Loras) -> None:
+        operation, tools = run.instruction.operation, self.tools
+        given = [tools.argument(run.block, name, values, loras) for name in operation.inputs_read]
+        if isinstance(operation, Placed):
+            key, given = operation.key(1), [*given, values[POSITION]]
+        else:
+            key = graph_key(operation.graph, "forward", 1)
+        results = tools.graphs.replay(key, [np.asarray(one) for one in given])
+        values.update(zip(operation.results, results, strict=True))
+
+
+class RowGated(RowKernel):
+    """`Gated`."""
+
+    def row(self, run: Run, values: Any, loras: Loras) -> None:
+        operation = run.operation(Gated)
+        gate, up = (values[name] for name in operation.inputs)
+        y = np.empty_like(gate)  # of MLX's or NumPy's
+        gate_into(operation.activation, gate, up, y)
+        values[operation.outputs[0]] = y
+
+
+class RowAttention(RowKernel):
+    """`CachedAttention`; see `prefix_kernel` for prefixes and sinks."""
+
+    @quiet
+    def row(self, run: Run, values: Any, loras: Loras) -> None:
+        operation = run.operation(CachedAttention)
+        q, k, v = (np.asarray(values[name])[0, :, 0] for name in operation.inputs)  # (H, D), (K, ·)
+        keys, past = (np.asarray(values[name])[0] for name in operation.cache)  # (K, S, ·)
+        position, slots = int(values[POSITION]), keys.shape[1]
+        if not operation.cache_of:
+            keys[:, position % slots], past[:, position % slots] = k, v
+        places = ring_positions(slots, position + 1)
+        parts = [[ring[:, : len(places)] for ring in (keys, past)]]
+        if (prefix := loras.get(operation.prefix)) is not None:
+            trained = (np.asarray(half) for half in (prefix.a, prefix.b))  # (m, K ·)
+            parts.append([one.reshape(len(one), len(k), -1).swapaxes(0, 1) for one in trained])
+        rows = q.reshape(len(k), -1, q.shape[1]) * np.float32(operation.scale)
+        scores = [np.einsum("krd,knd->krn", rows, part) for part, _ in parts]
+        if operation.cap is not None:
+            cap = np.float32(operation.cap)
+            scores = [np.tanh(score / cap) * cap for score in scores]
+        scores[0][..., hidden(places, position, operation.window)] = -np.inf
+        tops = [score.max(axis=-1, keepdims=True) for score in scores]
+        if operation.sinks:
+            sinks = self.tools.argument(run.block, operation.sinks, values, loras)
+            tops.append(np.asarray(sinks).reshape(len(k), -1, 1))
+        top = np.maximum.reduce(tops)
+        weights = [np.exp(score - top) for score in scores]
+        total = sum(weight.sum(axis=-1, keepdims=True) for weight in weights)
+        if operation.sinks:
+            total += np.exp(tops[-1] - top)
+        out = sum(
+            np.einsum("krn,kne->kre", w, one) for w, (_, one) in zip(weights, parts, strict=True)
+        )
+        values[operation.outputs[0]] = (out / total).reshape(1, len(q), 1, -1)
+
+
+ROW_KERNELS: dict[type[Operation], Callable[[Tools], Kernel]] = {
+    Linear: RowLinear,
+    Elementwise: RowGraph,
+    Placed: RowGraph,
+    Gated: RowGated,
+    CachedAttention: RowAttention,
+}
