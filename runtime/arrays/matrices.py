@@ -66,8 +66,8 @@ class Matrices:
         """x (T, N), or some of its columns, as products with tiles take it."""
         return Input.of(x, self.products, columns)
 
-    def of_row(self, x: Floats, chosen: Sequence[Matrix]) -> list[Floats]:
-        """x W^T (R,) for x (C,) and each of some matrices, by the weights where they lie."""
+    def of_rows(self, x: Floats, chosen: Sequence[Matrix]) -> list[Floats]:
+        """x W^T (T, R) for x (T, C) and each of some matrices, by the weights where they lie."""
         assert self.in_place is not None, "the plan multiplies no weights where they lie"
         with self.profile.span("product in place"):
             return self.in_place.multiply(x, chosen)

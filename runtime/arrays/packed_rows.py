@@ -1,4 +1,4 @@
-"""One row of values times packed weights where they lie, compiled by LLVM for this processor.
+"""A few rows of values times packed weights where they lie, compiled by LLVM for this processor.
 
 MLX multiplies packed weights on a CPU one value at a time, after they were copied out of the map.
 Here all cores read them from the map, by the processor's widest instructions. Values and sums are
@@ -22,16 +22,20 @@ Floats = npt.NDArray[np.float32]
 Stored = tuple[npt.NDArray[Any], ...]
 """A matrix in the map: words (R, C * bits / 32), scales (R, G), and biases (R, G) if it has any."""
 Product = Callable[..., None]
-"""Takes the addresses of words, scales, biases, x (C,), x's sums of groups (G,) and y (R,); the
-number of groups G of a row; the first row, and the one after the last."""
+"""Takes the addresses of words, scales, biases, x (G, T, C / G), its sums of groups (G, T) and y
+(R, T); the number of groups G in a row of the matrix; its first row, and the one after the last."""
 Job = tuple[Product, tuple[npt.NDArray[Any], ...], int, int]
-"""A product with the arrays that it takes, the groups of a row, and all rows."""
-ALONE = 1 << 20  # weights; of fewer a second thread costs what it saves
+"""A product with the arrays that it takes, G, and all rows."""
+ALONE = 1 << 20  # products of two values; for fewer a second thread costs what it saves
+AT_ONCE = 256  # sums that are kept in registers
+AHEAD = 4096  # bytes of words: a processor itself fetches nothing from the next page
 
-# y[row] = sum over groups of scale * (codes . x) + bias * sum of x, a whole group at a time. Of
-# two codes in a byte all lower ones precede all upper ones, in x as well.
+# y[row, t] = sum over groups of scale * codes . x[t] + bias * (sum of x[t]), a group at a time. Of
+# two codes in a byte all lower ones precede all upper ones, in x as well. A line with {t} stands
+# there once for each t.
 PRODUCT = """
 declare float @llvm.vector.reduce.fadd.v{size}f32(float, <{size} x float>)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 define void @product(ptr %words, ptr %scales, ptr %biases, ptr %x, ptr %sums, ptr %y, i64 %groups,
                      i64 %start, i64 %stop) {{
 begin:
@@ -42,46 +46,50 @@ row:
   br label %group
 group:
   %g = phi i64 [0, %row], [%next_g, %group]
-  %sum = phi <{size} x float> [zeroinitializer, %row], [%next_sum, %group]
-  %shift = phi float [0.0, %row], [%next_shift, %group]
+  %sum{t} = phi <{size} x float> [zeroinitializer, %row], [%next_sum{t}, %group]
+  %shift{t} = phi float [0.0, %row], [%next_shift{t}, %group]
   %at = add i64 %before, %g
   %words_at = getelementptr [{octets} x i8], ptr %words, i64 %at
+  %ahead = getelementptr i8, ptr %words_at, i64 {ahead}
+  call void @llvm.prefetch.p0(ptr %ahead, i32 0, i32 3, i32 1)
   %scale_at = getelementptr {half}, ptr %scales, i64 %at
   %bias_at = getelementptr {half}, ptr %biases, i64 %at
-  %x_at = getelementptr [{size} x float], ptr %x, i64 %g
-  %x_sum_at = getelementptr float, ptr %sums, i64 %g
   %octets = load <{octets} x i8>, ptr %words_at, align 1
   %half_scale = load {half}, ptr %scale_at
   %half_bias = load {half}, ptr %bias_at
-  %x_group = load <{size} x float>, ptr %x_at, align 4
-  %x_sum = load float, ptr %x_sum_at
 {unpack}
-  %values = uitofp <{size} x i8> %codes to <{size} x float>
+  %integers = uitofp <{size} x i8> %codes to <{size} x float>
   %scale = fpext {half} %half_scale to float
   %bias = fpext {half} %half_bias to float
   %one_scale = insertelement <{size} x float> poison, float %scale, i64 0
-  %all_scale = shufflevector <{size} x float> %one_scale, <{size} x float> poison,
-                             <{size} x i32> zeroinitializer
-  %products = fmul contract <{size} x float> %values, %x_group
-  %scaled = fmul contract <{size} x float> %products, %all_scale
-  %next_sum = fadd contract <{size} x float> %sum, %scaled
-  %of_bias = fmul contract float %bias, %x_sum
-  %next_shift = fadd contract float %shift, %of_bias
+  %all_scale = shufflevector <{size} x float> %one_scale, <{size} x float> poison, <{size} x i32> zeroinitializer
+  %values = fmul <{size} x float> %integers, %all_scale
+  %first = mul i64 %g, {count}
+  %t{t} = add i64 %first, {t}
+  %x_at{t} = getelementptr [{size} x float], ptr %x, i64 %t{t}
+  %x{t} = load <{size} x float>, ptr %x_at{t}, align 4
+  %product{t} = fmul contract <{size} x float> %values, %x{t}
+  %next_sum{t} = fadd contract <{size} x float> %sum{t}, %product{t}
+  %x_sum_at{t} = getelementptr float, ptr %sums, i64 %t{t}
+  %x_sum{t} = load float, ptr %x_sum_at{t}
+  %of_bias{t} = fmul contract float %bias, %x_sum{t}
+  %next_shift{t} = fadd contract float %shift{t}, %of_bias{t}
   %next_g = add i64 %g, 1
   %more = icmp ult i64 %next_g, %groups
   br i1 %more, label %group, label %stored
 stored:
-  %total = call reassoc float @llvm.vector.reduce.fadd.v{size}f32(float %next_shift,
-                                                                  <{size} x float> %next_sum)
-  %y_at = getelementptr float, ptr %y, i64 %r
-  store float %total, ptr %y_at
+  %begin_y = mul i64 %r, {count}
+  %total{t} = call reassoc float @llvm.vector.reduce.fadd.v{size}f32(float %next_shift{t}, <{size} x float> %next_sum{t})
+  %place{t} = add i64 %begin_y, {t}
+  %y_at{t} = getelementptr float, ptr %y, i64 %place{t}
+  store float %total{t}, ptr %y_at{t}
   %next_r = add i64 %r, 1
   %again = icmp ult i64 %next_r, %stop
   br i1 %again, label %row, label %end
 end:
   ret void
 }}
-"""
+"""  # noqa: E501
 UNPACK = {
     8: "  %codes = freeze <{size} x i8> %octets",
     4: """  %low = and <{octets} x i8> %octets, splat (i8 15)
@@ -114,48 +122,63 @@ class PackedRows:
         self._others = ThreadPoolExecutor(max(1, threads - 1))
 
     def multiply(self, x: Floats, matrices: Sequence[Matrix]) -> list[Floats]:
-        """x W^T (R,) for x (C,) and each of some matrices that are `compact`."""
-        ys = [np.empty(matrix.rows, np.float32) for matrix in matrices]
-        jobs = [self._job(x, matrix, y) for matrix, y in zip(matrices, ys, strict=True)]
-        large = sum(matrix.rows * matrix.columns for matrix in matrices) >= ALONE
+        """x W^T (T, R) for x (T, C) and each of some matrices that are `compact`."""
+        ys = [np.empty((len(x), matrix.rows), np.float32) for matrix in matrices]
+        parts = [
+            (matrix, slice(start, start + step), y)
+            for matrix, y in zip(matrices, ys, strict=True)
+            for step in (max(1, AT_ONCE // matrix.group_size),)
+            for start in range(0, len(x), step)
+        ]
+        jobs = [self._job(x[rows], matrix) for matrix, rows, _ in parts]
+        large = len(x) * sum(matrix.rows * matrix.columns for matrix in matrices) >= ALONE
         threads = self.threads if large else 1
 
-        def part(number: int) -> None:
+        def work(number: int) -> None:
             for product, arrays, groups, rows in jobs:
                 start, stop = (rows * at // threads for at in (number, number + 1))
                 if start < stop:
                     product(*[array.ctypes.data for array in arrays], groups, start, stop)
 
-        others = [self._others.submit(part, number) for number in range(1, threads)]
-        part(0)
+        others = [self._others.submit(work, number) for number in range(1, threads)]
+        work(0)
         for other in others:
             other.result()
+        for (_, rows, y), (_, arrays, *_) in zip(parts, jobs, strict=True):
+            y[rows] = arrays[-1].T
         return ys
 
-    def _job(self, x: Floats, matrix: Matrix, y: Floats) -> Job:
+    def _job(self, x: Floats, matrix: Matrix) -> Job:
         assert matrix.scales is not None
         if matrix.packed.offset not in self._stored:
             self._stored[matrix.packed.offset] = self.weights.stored(matrix)
         words, scales, *biases = self._stored[matrix.packed.offset]
-        size, bits = matrix.group_size, matrix.bits
-        sums = x.reshape(-1, size).sum(axis=1)
+        size, bits, count = matrix.group_size, matrix.bits, len(x)
+        grouped: Floats = np.ascontiguousarray(x.reshape(count, -1, size).swapaxes(0, 1))
+        sums = grouped.sum(axis=2)
         if not biases:  # bias = -2**(bits-1) * scale
             sums, biases = sums * np.float32(-(2.0 ** (bits - 1))), [scales]
         if bits == 4:
-            x = x.reshape(-1, size // 2, 2).swapaxes(1, 2)
-        arrays = (words, scales, *biases, np.ascontiguousarray(x), sums, y)
-        return _product(bits, size, matrix.scales.dtype), arrays, sums.size, matrix.rows
+            grouped = grouped.reshape(-1, count, size // 2, 2).swapaxes(2, 3).copy()
+        y = np.empty((matrix.rows, count), np.float32)
+        arrays = (words, scales, *biases, grouped, sums, y)
+        return _product(bits, size, matrix.scales.dtype, count), arrays, len(sums), matrix.rows
 
 
 @cache
-def _product(bits: int, size: int, dtype: str) -> Product:
-    """The compiled product for groups of so many columns, and scales of this type."""
+def _product(bits: int, size: int, dtype: str, count: int) -> Product:
+    """The compiled product of so many rows, for groups of `size` columns and scales of a type."""
     llvm, octets = _llvm(), size * bits // 8
     half = {"float16": "half", "bfloat16": "bfloat"}[dtype]
-    sizes = {"size": size, "octets": octets, "half": half}
+    sizes = {"size": size, "octets": octets, "half": half, "count": count, "ahead": AHEAD}
     order = ", ".join(f"i32 {at}" for at in range(size))
-    unpack = UNPACK[bits].format(**sizes, order=f"<{order}>")
-    module = llvm.parse_assembly(PRODUCT.format(**sizes, unpack=unpack))
+    sizes["unpack"] = UNPACK[bits].format(**sizes, order=f"<{order}>")
+    lines = [
+        line.format(**sizes, t=t)
+        for line in PRODUCT.splitlines()
+        for t in range(count if "{t}" in line else 1)
+    ]
+    module = llvm.parse_assembly("\n".join(lines))
     machine = llvm.Target.from_default_triple().create_target_machine(
         llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), opt=3
     )

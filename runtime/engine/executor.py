@@ -20,7 +20,7 @@ from runtime.operations.base import Operation
 from runtime.operations.kernel import Kernel, Run, Tools
 from runtime.operations.kernel_table import KERNELS
 from runtime.operations.program import Instruction, Program
-from runtime.operations.row_kernels import ROW_KERNELS, RowKernel
+from runtime.operations.row_kernels import ONE_ROW_KERNELS, ROW_KERNELS, RowKernel
 from runtime.operations.values import gradient_of
 
 
@@ -36,8 +36,9 @@ class Executor:
     @classmethod
     def of(cls, tools: Tools) -> Executor:
         """An executor with the kernels of the table."""
-        rows = tools.matrices.in_place is not None and tools.execution.bucket == 1
-        table = KERNELS | ROW_KERNELS if rows else KERNELS
+        table = KERNELS
+        if tools.matrices.in_place is not None:
+            table = KERNELS | (ONE_ROW_KERNELS if tools.execution.bucket == 1 else ROW_KERNELS)
         kernels = {operation: make(tools) for operation, make in table.items()}
         return cls(kernels, tools.arrays, tools.profile, tools.dtype)
 

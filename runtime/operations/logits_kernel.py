@@ -79,8 +79,8 @@ class LogitsKernel:
         arrays = self.matrices.arrays
         through_a = shaping.through_a(h, arrays)
         if self.matrices.in_place is not None:
-            (y,) = self.matrices.of_row(view(h)[0], [matrix])
-            return view(shaping.of_tile(mx.array(y[None]), 0, arrays, through_a)).reshape(-1)
+            (y,) = self.matrices.of_rows(view(h), [matrix])
+            return view(shaping.of_tile(mx.array(y), 0, arrays, through_a)).reshape(-1)
         given = self.matrices.input(h)
         logits = np.empty(matrix.rows, np.float32)
         for start, stop in self.matrices.ranges(matrix):

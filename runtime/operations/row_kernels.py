@@ -1,8 +1,8 @@
-"""Kernels for a single token, whose values are NumPy arrays: products by weights where they lie.
+"""Kernels for a few tokens that are decoded, whose values are NumPy's arrays, on a CPU.
 
-They take the places of the kernels of `kernel_table` on a CPU where weights are multiplied in
-place. Waiting for MLX some 70 times takes longer than all else that a token needs. Other kernels
-are given MLX's arrays, and return them; here `np.asarray` takes either.
+They take the places of others in `kernel_table` where weights are multiplied where they lie. To
+wait for MLX some 70 times takes longer than all else that a token needs. Other kernels are given
+MLX's arrays and return them; here `np.asarray` takes either.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from runtime.operations.values import POSITION, graph_key
 
 @dataclass(frozen=True)
 class RowKernel:
-    """What the kernels share. Their one lane's values are dropped where they are not read again."""
+    """Runs an operation lane by lane."""
 
     tools: Tools
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
-        (values,), (own,) = lanes, loras
-        self.row(run, values, own)
+        for values, own in zip(lanes, loras, strict=True):
+            self.row(run, values, own)
 
     def row(self, run: Run, values: Any, loras: Loras) -> None:
-        """Add the operation's results to the values of the token."""
+        """Add the operation's results to the values of a lane."""
         raise NotImplementedError
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
@@ -50,17 +50,17 @@ class RowLinear(RowKernel):
 
     def row(self, run: Run, values: Any, loras: Loras) -> None:
         operation, tools = run.operation(Linear), self.tools
-        x = np.asarray(values[operation.inputs[0]])[0, 0]
+        x = np.asarray(values[operation.inputs[0]])[0]
         linears = [one for one in operation.linears if one.output in run.instruction.wanted]
         names = [run.block.tensor(linear.name) for linear in linears]
-        ys = tools.matrices.of_row(x, [tools.stored[name] for name in names])
+        ys = tools.matrices.of_rows(x, [tools.stored[name] for name in names])
         for linear, name, y in zip(linears, names, ys, strict=True):
             if linear.bias:
                 y += np.asarray(tools.vector(f"{name}.bias", loras))
             if (lora := loras.get(linear.name)) is not None:
-                through_a = np.einsum("c,cr->r", x, np.asarray(lora.a))  # no threads that spin
-                y += np.einsum("r,rc->c", through_a * np.float32(lora.scale), np.asarray(lora.b))
-            values[linear.output] = y[None, None]
+                through_a = np.einsum("tc,cr->tr", x, np.asarray(lora.a))  # no threads that spin
+                y += np.einsum("tr,rc->tc", through_a * np.float32(lora.scale), np.asarray(lora.b))
+            values[linear.output] = y[None]
 
 
 class RowGraph(RowKernel):
@@ -70,9 +70,9 @@ class RowGraph(RowKernel):
         operation, tools = run.instruction.operation, self.tools
         given = [tools.argument(run.block, name, values, loras) for name in operation.inputs_read]
         if isinstance(operation, Placed):
-            key, given = operation.key(1), [*given, values[POSITION]]
+            key, given = operation.key(run.tokens), [*given, values[POSITION]]
         else:
-            key = graph_key(operation.graph, "forward", 1)
+            key = graph_key(operation.graph, "forward", run.tokens)
         results = tools.graphs.replay(key, [np.asarray(one) for one in given])
         values.update(zip(operation.results, results, strict=True))
 
@@ -89,7 +89,7 @@ class RowGated(RowKernel):
 
 
 class RowAttention(RowKernel):
-    """`CachedAttention`; see `prefix_kernel` for prefixes and sinks."""
+    """`CachedAttention` of one token; see `prefix_kernel` for prefixes and sinks."""
 
     @quiet
     def row(self, run: Run, values: Any, loras: Loras) -> None:
@@ -130,5 +130,5 @@ ROW_KERNELS: dict[type[Operation], Callable[[Tools], Kernel]] = {
     Elementwise: RowGraph,
     Placed: RowGraph,
     Gated: RowGated,
-    CachedAttention: RowAttention,
 }
+ONE_ROW_KERNELS = ROW_KERNELS | {CachedAttention: RowAttention}
