@@ -24,8 +24,6 @@ Stored = tuple[npt.NDArray[Any], ...]
 Product = Callable[..., None]
 """Takes the addresses of words, scales, biases, x (G, T, C / G), its sums of groups (G, T) and y
 (R, T); the number of groups G in a row of the matrix; its first row, and the one after the last."""
-Job = tuple[Product, tuple[npt.NDArray[Any], ...], int, int]
-"""A product with the arrays that it takes, G, and all rows."""
 ALONE = 1 << 20  # products of two values; for fewer a second thread costs what it saves
 AT_ONCE = 256  # sums that are kept in registers
 AHEAD = 4096  # bytes of words: a processor itself fetches nothing from the next page
@@ -118,56 +116,74 @@ class PackedRows:
 
         _llvm()
         self.weights, self.threads = weights, threads
-        self._stored: dict[int, Stored] = {}
+        self._stored: dict[int, tuple[Stored, tuple[int, ...]]] = {}
         self._others = ThreadPoolExecutor(max(1, threads - 1))
 
     def multiply(self, x: Floats, matrices: Sequence[Matrix]) -> list[Floats]:
         """x W^T (T, R) for x (T, C) and each of some matrices that are `compact`."""
-        ys = [np.empty((len(x), matrix.rows), np.float32) for matrix in matrices]
-        parts = [
-            (matrix, slice(start, start + step), y)
-            for matrix, y in zip(matrices, ys, strict=True)
-            for step in (max(1, AT_ONCE // matrix.group_size),)
-            for start in range(0, len(x), step)
-        ]
-        jobs = [self._job(x[rows], matrix) for matrix, rows, _ in parts]
+        results, jobs, inputs = [], [], {}
+        for matrix in matrices:
+            of, parts = self._address(matrix), []
+            width = max(1, AT_ONCE // matrix.group_size)
+            for start in range(0, len(x), width):
+                key = (matrix.bits, matrix.group_size, matrix.biases is None, start)
+                if key not in inputs:
+                    inputs[key] = _input(x[start : start + width], matrix)
+                given, sums = inputs[key]
+                y = np.empty((matrix.rows, given.shape[1]), np.float32)
+                arguments = (*of, *(array.ctypes.data for array in (given, sums, y)), len(given))
+                jobs.append((_product(matrix, given.shape[1]), arguments, matrix.rows))
+                parts.append(y.T)
+            results.append(parts)
         large = len(x) * sum(matrix.rows * matrix.columns for matrix in matrices) >= ALONE
         threads = self.threads if large else 1
 
         def work(number: int) -> None:
-            for product, arrays, groups, rows in jobs:
+            for product, arguments, rows in jobs:
                 start, stop = (rows * at // threads for at in (number, number + 1))
                 if start < stop:
-                    product(*[array.ctypes.data for array in arrays], groups, start, stop)
+                    product(*arguments, start, stop)
 
         others = [self._others.submit(work, number) for number in range(1, threads)]
         work(0)
         for other in others:
             other.result()
-        for (_, rows, y), (_, arrays, *_) in zip(parts, jobs, strict=True):
-            y[rows] = arrays[-1].T
-        return ys
+        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in results]
 
-    def _job(self, x: Floats, matrix: Matrix) -> Job:
-        assert matrix.scales is not None
+    def _address(self, matrix: Matrix) -> tuple[int, ...]:
+        """Where a matrix's words, scales and biases lie; scales in place of biases if it has none.
+
+        Its map stays while this object does.
+        """
         if matrix.packed.offset not in self._stored:
-            self._stored[matrix.packed.offset] = self.weights.stored(matrix)
-        words, scales, *biases = self._stored[matrix.packed.offset]
-        size, bits, count = matrix.group_size, matrix.bits, len(x)
-        grouped: Floats = np.ascontiguousarray(x.reshape(count, -1, size).swapaxes(0, 1))
-        sums = grouped.sum(axis=2)
-        if not biases:  # bias = -2**(bits-1) * scale
-            sums, biases = sums * np.float32(-(2.0 ** (bits - 1))), [scales]
-        if bits == 4:
-            grouped = grouped.reshape(-1, count, size // 2, 2).swapaxes(2, 3).copy()
-        y = np.empty((matrix.rows, count), np.float32)
-        arrays = (words, scales, *biases, grouped, sums, y)
-        return _product(bits, size, matrix.scales.dtype, count), arrays, len(sums), matrix.rows
+            stored = self.weights.stored(matrix)
+            words, scales, *biases = (array.ctypes.data for array in stored)
+            self._stored[matrix.packed.offset] = (stored, (words, scales, *(biases or [scales])))
+        return self._stored[matrix.packed.offset][1]
+
+
+def _input(x: Floats, matrix: Matrix) -> tuple[Floats, Floats]:
+    """x (T, C) as the product with a matrix takes it, and the sums of its groups."""
+    size = matrix.group_size
+    given: Floats = np.ascontiguousarray(x.reshape(len(x), -1, size).swapaxes(0, 1))
+    sums = np.add.reduce(given, axis=2)
+    if matrix.biases is None:  # bias = -2**(bits-1) * scale
+        sums *= np.float32(-(2.0 ** (matrix.bits - 1)))
+    if matrix.bits == 4:
+        pairs = given.reshape(*given.shape[:2], size // 2, 2)
+        given = pairs.swapaxes(2, 3).copy().reshape(given.shape)
+    return given, sums
+
+
+def _product(matrix: Matrix, count: int) -> Product:
+    """The compiled product of so many rows with such a matrix."""
+    assert matrix.scales is not None
+    return _compiled(matrix.bits, matrix.group_size, matrix.scales.dtype, count)
 
 
 @cache
-def _product(bits: int, size: int, dtype: str, count: int) -> Product:
-    """The compiled product of so many rows, for groups of `size` columns and scales of a type."""
+def _compiled(bits: int, size: int, dtype: str, count: int) -> Product:
+    """The product of so many rows, for groups of `size` columns and scales of a type."""
     llvm, octets = _llvm(), size * bits // 8
     half = {"float16": "half", "bfloat16": "bfloat"}[dtype]
     sizes = {"size": size, "octets": octets, "half": half, "count": count, "ahead": AHEAD}

@@ -32,15 +32,16 @@ class Executor:
     arrays: Arrays
     profile: Profile
     dtype: mx.Dtype = mx.float32  # of values; kernels that take no other are given float32
+    in_place: bool = False  # values may be NumPy's arrays
 
     @classmethod
     def of(cls, tools: Tools) -> Executor:
         """An executor with the kernels of the table."""
-        table = KERNELS
-        if tools.matrices.in_place is not None:
+        table, in_place = KERNELS, tools.matrices.in_place is not None
+        if in_place:
             table = KERNELS | (ONE_ROW_KERNELS if tools.execution.bucket == 1 else ROW_KERNELS)
         kernels = {operation: make(tools) for operation, make in table.items()}
-        return cls(kernels, tools.arrays, tools.profile, tools.dtype)
+        return cls(kernels, tools.arrays, tools.profile, tools.dtype, in_place)
 
     def forward(
         self,
@@ -92,17 +93,10 @@ class Executor:
     def _compute(
         self, run: Run, kernel: Kernel, lanes: list[Values], loras: Sequence[Loras]
     ) -> None:
+        if isinstance(kernel, RowKernel):  # of float32 values alone
+            kernel.forward(run, lanes, loras)
+            return
         operation = run.instruction.operation
-        if not isinstance(kernel, RowKernel):
-            for values in lanes:
-                arrays = {name: values[name] for name in operation.activations if name in values}
-                values.update(
-                    {
-                        name: mx.array(array)
-                        for name, array in arrays.items()
-                        if not isinstance(array, mx.array)
-                    }
-                )
         given = [self._widened(operation, values, operation.activations) for values in lanes]
         kernel.forward(run, lanes, loras)
         for values, short in zip(lanes, given, strict=True):
@@ -111,6 +105,9 @@ class Executor:
 
     def _widened(self, operation: Operation, values: Values, names: Sequence[str]) -> Values:
         """Replace values by float32 ones where the kernel takes no others; returns the old ones."""
+        if self.in_place:
+            given = {name: values[name] for name in names if name in values}
+            values.update({name: mx.array(array) for name, array in given.items()})
         if self.dtype == mx.float32 or operation.any_dtype:
             return {}
         short = {name: values[name] for name in names if name in values}

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays, arrays_for
+from runtime.arrays.arrays import Arrays, arrays_for, quiet
 from runtime.arrays.matrices import Matrices, Place
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.products import products_for
@@ -269,6 +269,7 @@ class Model:
         starts = mx.array(np.repeat(offsets, lengths).astype(np.int32))
         return {STARTS: starts}
 
+    @quiet
     def _forward(self, block: Block, lanes: list[Values], loras: Sequence[Loras]) -> list[mx.array]:
         lowered = self._lowered[block]
         program = lowered.program

@@ -13,8 +13,6 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import quiet
-
 Array = npt.NDArray[Any]
 Function = Callable[..., Sequence[mx.array]]
 ALIKE = {  # value by value; NumPy broadcasts
@@ -70,7 +68,6 @@ class Replay:
         outputs = parts["outputs"]["outputs"]
         self._outputs = [self._whole(name, shape) for name, shape, _ in outputs]
 
-    @quiet
     def __call__(self, *arguments: Array) -> list[Array]:
         """The function's results of arguments of the shapes that it was traced at."""
         values = self._values.copy()

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from runtime.arrays.arrays import quiet
 from runtime.arrays.values import Gradients, Loras, Values
 from runtime.operations.attention import CachedAttention
 from runtime.operations.base import Operation
@@ -91,7 +90,6 @@ class RowGated(RowKernel):
 class RowAttention(RowKernel):
     """`CachedAttention` of one token; see `prefix_kernel` for prefixes and sinks."""
 
-    @quiet
     def row(self, run: Run, values: Any, loras: Loras) -> None:
         operation = run.operation(CachedAttention)
         q, k, v = (np.asarray(values[name])[0, :, 0] for name in operation.inputs)  # (H, D), (K, ·)
