@@ -148,7 +148,7 @@ class PackedRows:
         work(0)
         for other in others:
             other.result()
-        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in results]
+        return [np.ascontiguousarray(np.concatenate(parts)) for parts in results]
 
     def _address(self, matrix: Matrix) -> tuple[int, ...]:
         """Where a matrix's words, scales and biases lie; scales in place of biases if it has none.

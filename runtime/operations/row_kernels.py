@@ -82,7 +82,7 @@ class RowGated(RowKernel):
     def row(self, run: Run, values: Any, loras: Loras) -> None:
         operation = run.operation(Gated)
         gate, up = (values[name] for name in operation.inputs)
-        y = np.empty_like(gate)  # of MLX's or NumPy's
+        y = np.empty(gate.shape, np.float32)
         gate_into(operation.activation, gate, up, y)
         values[operation.outputs[0]] = y
 
