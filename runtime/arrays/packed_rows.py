@@ -23,19 +23,21 @@ Stored = tuple[npt.NDArray[Any], ...]
 """A matrix in the map: words (R, C * bits / 32), scales (R, G), and biases (R, G) if it has any."""
 Product = Callable[..., None]
 """Takes the addresses of words, scales, biases, x (G, T, C / G), its sums of groups (G, T) and y
-(R, T); the number of groups G in a row of the matrix; its first row, and the one after the last."""
-ALONE = 1 << 20  # products of two values; for fewer a second thread costs what it saves
+(T, R); G and R; the first row of the matrix, and the one after the last."""
+Input = tuple[Floats, int, int, Floats]
+"""x and its sums of groups, and between them their addresses."""
+ALONE = 1 << 21  # products of two values; for fewer a second thread costs what it saves
 AT_ONCE = 256  # sums that are kept in registers
 AHEAD = 4096  # bytes of words: a processor itself fetches nothing from the next page
 
-# y[row, t] = sum over groups of scale * codes . x[t] + bias * (sum of x[t]), a group at a time. Of
+# y[t, row] = sum over groups of scale * codes . x[t] + bias * (sum of x[t]), a group at a time. Of
 # two codes in a byte all lower ones precede all upper ones, in x as well. A line with {t} stands
 # there once for each t.
 PRODUCT = """
 declare float @llvm.vector.reduce.fadd.v{size}f32(float, <{size} x float>)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 define void @product(ptr %words, ptr %scales, ptr %biases, ptr %x, ptr %sums, ptr %y, i64 %groups,
-                     i64 %start, i64 %stop) {{
+                     i64 %rows, i64 %start, i64 %stop) {{
 begin:
   br label %row
 row:
@@ -51,14 +53,12 @@ group:
   %ahead = getelementptr i8, ptr %words_at, i64 {ahead}
   call void @llvm.prefetch.p0(ptr %ahead, i32 0, i32 3, i32 1)
   %scale_at = getelementptr {half}, ptr %scales, i64 %at
-  %bias_at = getelementptr {half}, ptr %biases, i64 %at
   %octets = load <{octets} x i8>, ptr %words_at, align 1
   %half_scale = load {half}, ptr %scale_at
-  %half_bias = load {half}, ptr %bias_at
 {unpack}
   %integers = uitofp <{size} x i8> %codes to <{size} x float>
   %scale = fpext {half} %half_scale to float
-  %bias = fpext {half} %half_bias to float
+{bias}
   %one_scale = insertelement <{size} x float> poison, float %scale, i64 0
   %all_scale = shufflevector <{size} x float> %one_scale, <{size} x float> poison, <{size} x i32> zeroinitializer
   %values = fmul <{size} x float> %integers, %all_scale
@@ -76,9 +76,9 @@ group:
   %more = icmp ult i64 %next_g, %groups
   br i1 %more, label %group, label %stored
 stored:
-  %begin_y = mul i64 %r, {count}
   %total{t} = call reassoc float @llvm.vector.reduce.fadd.v{size}f32(float %next_shift{t}, <{size} x float> %next_sum{t})
-  %place{t} = add i64 %begin_y, {t}
+  %before{t} = mul i64 %rows, {t}
+  %place{t} = add i64 %before{t}, %r
   %y_at{t} = getelementptr float, ptr %y, i64 %place{t}
   store float %total{t}, ptr %y_at{t}
   %next_r = add i64 %r, 1
@@ -88,6 +88,12 @@ end:
   ret void
 }}
 """  # noqa: E501
+BIAS = {
+    "affine": """  %bias_at = getelementptr {half}, ptr %biases, i64 %at
+  %half_bias = load {half}, ptr %bias_at
+  %bias = fpext {half} %half_bias to float""",
+    "symmetric": "  %bias = freeze float %scale",  # -2**(bits-1) is in the sums of x
+}
 UNPACK = {
     8: "  %codes = freeze <{size} x i8> %octets",
     4: """  %low = and <{octets} x i8> %octets, splat (i8 15)
@@ -121,20 +127,19 @@ class PackedRows:
 
     def multiply(self, x: Floats, matrices: Sequence[Matrix]) -> list[Floats]:
         """x W^T (T, R) for x (T, C) and each of some matrices that are `compact`."""
-        results, jobs, inputs = [], [], {}
-        for matrix in matrices:
-            of, parts = self._address(matrix), []
+        ys = [np.empty((len(x), matrix.rows), np.float32) for matrix in matrices]
+        inputs: dict[tuple[Any, ...], Input] = {}
+        jobs = []
+        for matrix, y in zip(matrices, ys, strict=True):
             width = max(1, AT_ONCE // matrix.group_size)
             for start in range(0, len(x), width):
-                key = (matrix.bits, matrix.group_size, matrix.biases is None, start)
+                key = (matrix.bits, matrix.group_size, matrix.layout, start)
                 if key not in inputs:
                     inputs[key] = _input(x[start : start + width], matrix)
-                given, sums = inputs[key]
-                y = np.empty((matrix.rows, given.shape[1]), np.float32)
-                arguments = (*of, *(array.ctypes.data for array in (given, sums, y)), len(given))
-                jobs.append((_product(matrix, given.shape[1]), arguments, matrix.rows))
-                parts.append(y.T)
-            results.append(parts)
+                given, *addresses, _ = inputs[key]
+                places = (*self._address(matrix), *addresses, y[start:].ctypes.data)
+                product = _product(matrix, given.shape[1])
+                jobs.append((product, (*places, len(given), matrix.rows), matrix.rows))
         large = len(x) * sum(matrix.rows * matrix.columns for matrix in matrices) >= ALONE
         threads = self.threads if large else 1
 
@@ -148,13 +153,10 @@ class PackedRows:
         work(0)
         for other in others:
             other.result()
-        return [np.ascontiguousarray(np.concatenate(parts)) for parts in results]
+        return ys
 
     def _address(self, matrix: Matrix) -> tuple[int, ...]:
-        """Where a matrix's words, scales and biases lie; scales in place of biases if it has none.
-
-        Its map stays while this object does.
-        """
+        """Where a matrix's words, scales and biases lie; without biases its scales again."""
         if matrix.packed.offset not in self._stored:
             stored = self.weights.stored(matrix)
             words, scales, *biases = (array.ctypes.data for array in stored)
@@ -162,8 +164,8 @@ class PackedRows:
         return self._stored[matrix.packed.offset][1]
 
 
-def _input(x: Floats, matrix: Matrix) -> tuple[Floats, Floats]:
-    """x (T, C) as the product with a matrix takes it, and the sums of its groups."""
+def _input(x: Floats, matrix: Matrix) -> Input:
+    """x (T, C) as the product with a matrix takes it."""
     size = matrix.group_size
     given: Floats = np.ascontiguousarray(x.reshape(len(x), -1, size).swapaxes(0, 1))
     sums = np.add.reduce(given, axis=2)
@@ -172,22 +174,23 @@ def _input(x: Floats, matrix: Matrix) -> tuple[Floats, Floats]:
     if matrix.bits == 4:
         pairs = given.reshape(*given.shape[:2], size // 2, 2)
         given = pairs.swapaxes(2, 3).copy().reshape(given.shape)
-    return given, sums
+    return given, given.ctypes.data, sums.ctypes.data, sums
 
 
 def _product(matrix: Matrix, count: int) -> Product:
     """The compiled product of so many rows with such a matrix."""
     assert matrix.scales is not None
-    return _compiled(matrix.bits, matrix.group_size, matrix.scales.dtype, count)
+    return _compiled(matrix.bits, matrix.group_size, matrix.layout, matrix.scales.dtype, count)
 
 
 @cache
-def _compiled(bits: int, size: int, dtype: str, count: int) -> Product:
+def _compiled(bits: int, size: int, layout: str, dtype: str, count: int) -> Product:
     """The product of so many rows, for groups of `size` columns and scales of a type."""
     llvm, octets = _llvm(), size * bits // 8
     half = {"float16": "half", "bfloat16": "bfloat"}[dtype]
     sizes = {"size": size, "octets": octets, "half": half, "count": count, "ahead": AHEAD}
     order = ", ".join(f"i32 {at}" for at in range(size))
+    sizes["bias"] = BIAS[layout].format(half=half)
     sizes["unpack"] = UNPACK[bits].format(**sizes, order=f"<{order}>")
     lines = [
         line.format(**sizes, t=t)
@@ -199,7 +202,7 @@ def _compiled(bits: int, size: int, dtype: str, count: int) -> Product:
         llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), opt=3
     )
     engine = llvm.create_mcjit_compiler(module, machine)
-    signature = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 3)
+    signature = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 4)
     product: Any = signature(engine.get_function_address("product"))
     product.engine = engine  # which owns the code
     return product  # type: ignore[no-any-return]

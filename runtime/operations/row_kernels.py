@@ -8,7 +8,7 @@ MLX's arrays and return them; here `np.asarray` takes either.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from runtime.operations.gated_kernel import gate_into
 from runtime.operations.kernel import Kernel, Run, Tools
 from runtime.operations.linear import Linear
 from runtime.operations.placed import Placed
-from runtime.operations.values import POSITION, graph_key
+from runtime.operations.values import POSITION, graph_key, is_parameter
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,16 @@ class RowKernel:
     """Runs an operation lane by lane."""
 
     tools: Tools
+    _tensors: dict[str, Any] = field(default_factory=dict)
+
+    def argument(self, run: Run, name: str, values: Any, loras: Loras) -> Any:
+        """A value, or a small tensor that is read as `@name`, which stays in memory."""
+        if not is_parameter(name):
+            return np.asarray(values[name])
+        tensor = run.block.tensor(name[1:])
+        if tensor not in self._tensors:
+            self._tensors[tensor] = np.asarray(self.tools.vector(tensor, loras))
+        return self._tensors[tensor]
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         for values, own in zip(lanes, loras, strict=True):
@@ -51,11 +61,11 @@ class RowLinear(RowKernel):
         operation, tools = run.operation(Linear), self.tools
         x = np.asarray(values[operation.inputs[0]])[0]
         linears = [one for one in operation.linears if one.output in run.instruction.wanted]
-        names = [run.block.tensor(linear.name) for linear in linears]
-        ys = tools.matrices.of_rows(x, [tools.stored[name] for name in names])
-        for linear, name, y in zip(linears, names, ys, strict=True):
+        matrices = [tools.stored[run.block.tensor(linear.name)] for linear in linears]
+        ys = tools.matrices.of_rows(x, matrices)
+        for linear, y in zip(linears, ys, strict=True):
             if linear.bias:
-                y += np.asarray(tools.vector(f"{name}.bias", loras))
+                y += self.argument(run, f"@{linear.name}.bias", values, loras)
             if (lora := loras.get(linear.name)) is not None:
                 through_a = np.einsum("tc,cr->tr", x, np.asarray(lora.a))  # no threads that spin
                 y += np.einsum("tr,rc->tc", through_a * np.float32(lora.scale), np.asarray(lora.b))
@@ -67,12 +77,12 @@ class RowGraph(RowKernel):
 
     def row(self, run: Run, values: Any, loras: Loras) -> None:
         operation, tools = run.instruction.operation, self.tools
-        given = [tools.argument(run.block, name, values, loras) for name in operation.inputs_read]
+        given = [self.argument(run, name, values, loras) for name in operation.inputs_read]
         if isinstance(operation, Placed):
-            key, given = operation.key(run.tokens), [*given, values[POSITION]]
+            key, given = operation.key(run.tokens), [*given, np.asarray(values[POSITION])]
         else:
             key = graph_key(operation.graph, "forward", run.tokens)
-        results = tools.graphs.replay(key, [np.asarray(one) for one in given])
+        results = tools.graphs.replay(key, given)
         values.update(zip(operation.results, results, strict=True))
 
 
@@ -82,7 +92,7 @@ class RowGated(RowKernel):
     def row(self, run: Run, values: Any, loras: Loras) -> None:
         operation = run.operation(Gated)
         gate, up = (values[name] for name in operation.inputs)
-        y = np.empty(gate.shape, np.float32)
+        y: Any = np.empty(gate.shape, np.float32)
         gate_into(operation.activation, gate, up, y)
         values[operation.outputs[0]] = y
 
@@ -110,8 +120,8 @@ class RowAttention(RowKernel):
         scores[0][..., hidden(places, position, operation.window)] = -np.inf
         tops = [score.max(axis=-1, keepdims=True) for score in scores]
         if operation.sinks:
-            sinks = self.tools.argument(run.block, operation.sinks, values, loras)
-            tops.append(np.asarray(sinks).reshape(len(k), -1, 1))
+            sinks = self.argument(run, operation.sinks, values, loras)
+            tops.append(sinks.reshape(len(k), -1, 1))
         top = np.maximum.reduce(tops)
         weights = [np.exp(score - top) for score in scores]
         total = sum(weight.sum(axis=-1, keepdims=True) for weight in weights)
