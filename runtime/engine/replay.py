@@ -57,7 +57,8 @@ class Replay:
             if event["type"] == "primitive"
             for number, (name, _, _) in enumerate(event["outputs"])
         }
-        self._values = [np.asarray(array) for array in inputs]  # of constants, and of the examples
+        # of constants, and until all steps are known, of the examples
+        self._values: list[Any] = [np.asarray(array) for array in inputs]
         self._places = {name: at for at, (name, _, _) in enumerate(parts["inputs"]["inputs"])}
         self._arguments = len(inputs)
         self._steps: list[tuple[Callable[..., Any], list[int], int]] = []
@@ -67,13 +68,24 @@ class Replay:
             self._places[name] = self._new(np.asarray(value.astype(mx.float32)), constant=True)
         outputs = parts["outputs"]["outputs"]
         self._outputs = [self._whole(name, shape) for name, shape, _ in outputs]
+        for at in range(len(self._values)):
+            if at not in self._constant:
+                self._values[at] = None
+        last = {source: at for at, (_, sources, _) in enumerate(self._steps) for source in sources}
+        stay = self._constant.union(self._outputs)
+        self._frees = [
+            [source for source in {*sources} - stay if last[source] == at]
+            for at, (_, sources, _) in enumerate(self._steps)
+        ]
 
     def __call__(self, *arguments: Array) -> list[Array]:
         """The function's results of arguments of the shapes that it was traced at."""
         values = self._values.copy()
         values[: self._arguments] = arguments
-        for function, sources, place in self._steps:
+        for (function, sources, place), frees in zip(self._steps, self._frees, strict=True):
             values[place] = function(*[values[source] for source in sources])
+            for source in frees:
+                values[source] = None
         return [values[place] for place in self._outputs]
 
     def _new(self, value: Array, constant: bool) -> int:
