@@ -15,20 +15,12 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 Function = Callable[..., Sequence[mx.array]]
-ALIKE = {  # value by value; NumPy broadcasts
-    "Add": np.add,
-    "Cos": np.cos,
-    "Divide": np.divide,
-    "Exp": np.exp,
-    "Maximum": np.maximum,
-    "Minimum": np.minimum,
-    "Multiply": np.multiply,
-    "Negative": np.negative,
-    "Power": np.power,
-    "Sin": np.sin,
-    "Square": np.square,
-    "Subtract": np.subtract,
-    "Tanh": np.tanh,
+ALIKE: dict[str, Callable[..., Any]] = {  # value by value; NumPy broadcasts
+    name: getattr(np, name.lower())
+    for name in (
+        *("Add", "Cos", "Divide", "Exp", "Maximum", "Minimum", "Multiply"),
+        *("Negative", "Power", "Sin", "Square", "Subtract", "Tanh"),
+    )
 }
 SHAPED = ("ExpandDims", "Flatten", "Reshape", "Squeeze", "Unflatten")
 DTYPES = {mx.float32: np.float32, mx.int32: np.int32}
@@ -65,7 +57,8 @@ class Replay:
         self._known: dict[str, int] = {}
         self._constant = set[int]()
         for name, value in parts["constants"]["constants"]:
-            self._places[name] = self._new(np.asarray(value.astype(mx.float32)), constant=True)
+            known = value if value.dtype in DTYPES else value.astype(mx.float32)
+            self._places[name] = self._new(np.asarray(known), constant=True)
         outputs = parts["outputs"]["outputs"]
         self._outputs = [self._whole(name, shape) for name, shape, _ in outputs]
         for at in range(len(self._values)):
