@@ -31,8 +31,7 @@ class Matrices:
     the offsets of the matrices whose tiles have all rows. Dequantized tiles are freed after use.
     With `materialize_blocks` they stay until `release`, so that a whole block is dequantized at
     once, as in the MeBP paper. Those in `materialized` stay for the whole run. Products are in
-    float32 unless others are given; with `in_place` a single row is multiplied by the packed
-    weights in the map.
+    float32 unless others are given; those by `in_place` are with the packed weights in the map.
     """
 
     weights: WeightSource

@@ -115,7 +115,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     cached_bytes: Natural = 0  # of the key-value cache
     materialized_head: bool = False  # whether the head's matrix stays dequantized too
     compute_dtype: str = "float32"  # of products with frozen weights
-    in_place: bool = False  # whether a decoded token is multiplied by weights where they lie
+    in_place: bool = False  # whether decoded tokens are multiplied by weights where they lie
 
     @property
     def sizes(self) -> Sizes:
