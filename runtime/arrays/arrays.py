@@ -234,7 +234,7 @@ class GpuArrays:
     """With MLX's own operations, evaluated where holding both old and new would cost memory.
 
     With `one_evaluation` they are not: an evaluation takes 150 to 300 us, so a block that has a
-    hundred of them spends more time on waiting than on arithmetic, as a CPU does with one token.
+    hundred of them spends more time on waiting than on arithmetic.
     """
 
     one_evaluation: bool = False

@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays, view
+from runtime.arrays.arrays import Arrays
 from runtime.arrays.dequantize import dense
-from runtime.arrays.packed_rows import PackedRows
+from runtime.arrays.packed_rows import Floats, PackedRows
 from runtime.arrays.products import Float32Products, Products
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Matrix
@@ -31,8 +31,7 @@ class Matrices:
     the offsets of the matrices whose tiles have all rows. Dequantized tiles are freed after use.
     With `materialize_blocks` they stay until `release`, so that a whole block is dequantized at
     once, as in the MeBP paper. Those in `materialized` stay for the whole run. Products are in
-    float32 unless others are given; with `in_place` a single row is multiplied by the packed
-    weights in the map.
+    float32 unless others are given; those by `in_place` are with the packed weights in the map.
     """
 
     weights: WeightSource
@@ -66,15 +65,11 @@ class Matrices:
         """x (T, N), or some of its columns, as products with tiles take it."""
         return Input.of(x, self.products, columns)
 
-    def of_row(self, x: mx.array, matrix: Matrix) -> mx.array | None:
-        """x W^T (T, R) by the weights where they lie; None where that is not done.
-
-        It is done for a single x (1, C), and matrices that the compiled products take.
-        """
-        if self.in_place is None or x.shape[0] > 1 or not matrix.compact:
-            return None
+    def of_rows(self, x: Floats, chosen: Sequence[Matrix]) -> list[Floats]:
+        """x W^T (T, R) for x (T, C) and each of some matrices, by the weights where they lie."""
+        assert self.in_place is not None, "the plan multiplies no weights where they lie"
         with self.profile.span("product in place"):
-            return mx.array(self.in_place.multiply(view(x)[0], matrix)[None])
+            return self.in_place.multiply(x, chosen)
 
     @cached_property
     def products(self) -> Products:

@@ -1,16 +1,15 @@
-"""One row of values times packed weights where they lie, compiled by Numba for this processor.
+"""A few rows of values times packed weights where they lie, compiled by LLVM for this processor.
 
 MLX multiplies packed weights on a CPU one value at a time, after they were copied out of the map.
-Here all cores read them from the map, by the processor's widest instructions. Values are float32,
-and so are sums, whose order is the compiler's. Numba comes with the extra `numba`; it is loaded
-only where a plan uses it. Its own threads are not used: they take 0.1 ms to start on a product.
+Here all cores read them from the map, by the processor's widest instructions. Values and sums are
+float32. `llvmlite` comes with the extra `llvmlite`; it is loaded only where a plan uses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,8 +21,85 @@ from runtime.core.errors import UsageError
 Floats = npt.NDArray[np.float32]
 Stored = tuple[npt.NDArray[Any], ...]
 """A matrix in the map: words (R, C * bits / 32), scales (R, G), and biases (R, G) if it has any."""
-ALONE = 1 << 20  # weights; of fewer a second thread costs what it saves
-FREE_ORDER = {"reassoc", "contract", "nsz"}  # of sums, so that several are taken at once
+Product = Callable[..., None]
+"""Takes the addresses of words, scales, biases, x (G, T, C / G), its sums of groups (G, T) and y
+(T, R); G and R; the first row of the matrix, and the one after the last."""
+Input = tuple[Floats, int, int, Floats]
+"""x and its sums of groups, and between them their addresses."""
+ALONE = 1 << 21  # products of two values; for fewer a second thread costs what it saves
+AT_ONCE = 256  # sums that are kept in registers
+AHEAD = 4096  # bytes of words: a processor itself fetches nothing from the next page
+
+# y[t, row] = sum over groups of scale * codes . x[t] + bias * (sum of x[t]), a group at a time. Of
+# two codes in a byte all lower ones precede all upper ones, in x as well. A line with {t} stands
+# there once for each t.
+PRODUCT = """
+declare float @llvm.vector.reduce.fadd.v{size}f32(float, <{size} x float>)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+define void @product(ptr %words, ptr %scales, ptr %biases, ptr %x, ptr %sums, ptr %y, i64 %groups,
+                     i64 %rows, i64 %start, i64 %stop) {{
+begin:
+  br label %row
+row:
+  %r = phi i64 [%start, %begin], [%next_r, %stored]
+  %before = mul i64 %r, %groups
+  br label %group
+group:
+  %g = phi i64 [0, %row], [%next_g, %group]
+  %sum{t} = phi <{size} x float> [zeroinitializer, %row], [%next_sum{t}, %group]
+  %shift{t} = phi float [0.0, %row], [%next_shift{t}, %group]
+  %at = add i64 %before, %g
+  %words_at = getelementptr [{octets} x i8], ptr %words, i64 %at
+  %ahead = getelementptr i8, ptr %words_at, i64 {ahead}
+  call void @llvm.prefetch.p0(ptr %ahead, i32 0, i32 3, i32 1)
+  %scale_at = getelementptr {half}, ptr %scales, i64 %at
+  %octets = load <{octets} x i8>, ptr %words_at, align 1
+  %half_scale = load {half}, ptr %scale_at
+{unpack}
+  %integers = uitofp <{size} x i8> %codes to <{size} x float>
+  %scale = fpext {half} %half_scale to float
+{bias}
+  %one_scale = insertelement <{size} x float> poison, float %scale, i64 0
+  %all_scale = shufflevector <{size} x float> %one_scale, <{size} x float> poison, <{size} x i32> zeroinitializer
+  %values = fmul <{size} x float> %integers, %all_scale
+  %first = mul i64 %g, {count}
+  %t{t} = add i64 %first, {t}
+  %x_at{t} = getelementptr [{size} x float], ptr %x, i64 %t{t}
+  %x{t} = load <{size} x float>, ptr %x_at{t}, align 4
+  %product{t} = fmul contract <{size} x float> %values, %x{t}
+  %next_sum{t} = fadd contract <{size} x float> %sum{t}, %product{t}
+  %x_sum_at{t} = getelementptr float, ptr %sums, i64 %t{t}
+  %x_sum{t} = load float, ptr %x_sum_at{t}
+  %of_bias{t} = fmul contract float %bias, %x_sum{t}
+  %next_shift{t} = fadd contract float %shift{t}, %of_bias{t}
+  %next_g = add i64 %g, 1
+  %more = icmp ult i64 %next_g, %groups
+  br i1 %more, label %group, label %stored
+stored:
+  %total{t} = call reassoc float @llvm.vector.reduce.fadd.v{size}f32(float %next_shift{t}, <{size} x float> %next_sum{t})
+  %before{t} = mul i64 %rows, {t}
+  %place{t} = add i64 %before{t}, %r
+  %y_at{t} = getelementptr float, ptr %y, i64 %place{t}
+  store float %total{t}, ptr %y_at{t}
+  %next_r = add i64 %r, 1
+  %again = icmp ult i64 %next_r, %stop
+  br i1 %again, label %row, label %end
+end:
+  ret void
+}}
+"""  # noqa: E501
+BIAS = {
+    "affine": """  %bias_at = getelementptr {half}, ptr %biases, i64 %at
+  %half_bias = load {half}, ptr %bias_at
+  %bias = fpext {half} %half_bias to float""",
+    "symmetric": "  %bias = freeze float %scale",  # -2**(bits-1) is in the sums of x
+}
+UNPACK = {
+    8: "  %codes = freeze <{size} x i8> %octets",
+    4: """  %low = and <{octets} x i8> %octets, splat (i8 15)
+  %high = lshr <{octets} x i8> %octets, splat (i8 4)
+  %codes = shufflevector <{octets} x i8> %low, <{octets} x i8> %high, <{size} x i32> {order}""",
+}
 
 
 class Mapped(Protocol):
@@ -34,95 +110,113 @@ class Mapped(Protocol):
 
 
 class PackedRows:
-    """The compiled products, by so many threads. Only one thread may call them.
+    """The compiled products, by so many threads.
 
     Raises:
-        UsageError: Numba is installed, but cannot be loaded.
+        UsageError: llvmlite is installed, but cannot be loaded.
     """
 
     def __init__(self, weights: Mapped, threads: int) -> None:
         # it loads `logging`, which runs that train need not
         from concurrent.futures import ThreadPoolExecutor
 
+        _llvm()
         self.weights, self.threads = weights, threads
-        self._rows = {4: _compiled(_rows4), 8: _compiled(_rows8)}
+        self._stored: dict[int, tuple[Stored, tuple[int, ...]]] = {}
         self._others = ThreadPoolExecutor(max(1, threads - 1))
 
-    def multiply(self, x: Floats, matrix: Matrix) -> Floats:
-        """x W^T (R,) for x (C,) and a matrix that is `compact`."""
-        assert matrix.scales is not None
-        words, scales, *biases = self.weights.stored(matrix)
-        sums = x.reshape(scales.shape[1], -1).sum(axis=1)
-        if not biases:  # bias = -2**(bits-1) * scale
-            sums, biases = sums * np.float32(-(2.0 ** (matrix.bits - 1))), [scales]
-        parts = (x,) if matrix.bits == 8 else (x[0::2].copy(), x[1::2].copy())
-        groups = (array.view(np.uint16) for array in (scales, *biases))
-        y = np.empty(matrix.rows, np.float32)
-        values = _values(matrix.scales.dtype)
-        given = (words.view(np.uint8), *groups, values, *parts, sums, y)
-        threads = self.threads if matrix.rows * matrix.columns >= ALONE else 1
-        ends = [matrix.rows * number // threads for number in range(threads + 1)]
-        compiled = self._rows[matrix.bits]
-        others = [self._others.submit(compiled, *given, *rows) for rows in pairwise(ends[1:])]
-        compiled(*given, *ends[:2])
+    def multiply(self, x: Floats, matrices: Sequence[Matrix]) -> list[Floats]:
+        """x W^T (T, R) for x (T, C) and each of some matrices that are `compact`."""
+        ys = [np.empty((len(x), matrix.rows), np.float32) for matrix in matrices]
+        inputs: dict[tuple[Any, ...], Input] = {}
+        jobs = []
+        for matrix, y in zip(matrices, ys, strict=True):
+            width = max(1, AT_ONCE // matrix.group_size)
+            for start in range(0, len(x), width):
+                key = (matrix.bits, matrix.group_size, matrix.layout, start)
+                if key not in inputs:
+                    inputs[key] = _input(x[start : start + width], matrix)
+                given, *addresses, _ = inputs[key]
+                places = (*self._address(matrix), *addresses, y[start:].ctypes.data)
+                product = _product(matrix, given.shape[1])
+                jobs.append((product, (*places, len(given), matrix.rows), matrix.rows))
+        large = len(x) * sum(matrix.rows * matrix.columns for matrix in matrices) >= ALONE
+        threads = self.threads if large else 1
+
+        def work(number: int) -> None:
+            for product, arguments, rows in jobs:
+                start, stop = (rows * at // threads for at in (number, number + 1))
+                if start < stop:
+                    product(*arguments, start, stop)
+
+        others = [self._others.submit(work, number) for number in range(1, threads)]
+        work(0)
         for other in others:
             other.result()
-        return y
+        return ys
+
+    def _address(self, matrix: Matrix) -> tuple[int, ...]:
+        """Where a matrix's words, scales and biases lie; without biases its scales again."""
+        if matrix.packed.offset not in self._stored:
+            stored = self.weights.stored(matrix)
+            words, scales, *biases = (array.ctypes.data for array in stored)
+            self._stored[matrix.packed.offset] = (stored, (words, scales, *(biases or [scales])))
+        return self._stored[matrix.packed.offset][1]
+
+
+def _input(x: Floats, matrix: Matrix) -> Input:
+    """x (T, C) as the product with a matrix takes it."""
+    size = matrix.group_size
+    given: Floats = np.ascontiguousarray(x.reshape(len(x), -1, size).swapaxes(0, 1))
+    sums = np.add.reduce(given, axis=2)
+    if matrix.biases is None:  # bias = -2**(bits-1) * scale
+        sums *= np.float32(-(2.0 ** (matrix.bits - 1)))
+    if matrix.bits == 4:
+        pairs = given.reshape(*given.shape[:2], size // 2, 2)
+        given = pairs.swapaxes(2, 3).copy().reshape(given.shape)
+    return given, given.ctypes.data, sums.ctypes.data, sums
+
+
+def _product(matrix: Matrix, count: int) -> Product:
+    """The compiled product of so many rows with such a matrix."""
+    assert matrix.scales is not None
+    return _compiled(matrix.bits, matrix.group_size, matrix.layout, matrix.scales.dtype, count)
 
 
 @cache
-def _values(dtype: str) -> Floats:
-    """The value of each number of a type of 16 bits, by its bits (65536,)."""
-    bits = np.arange(1 << 16, dtype=np.uint32)
-    if dtype == "bfloat16":
-        return (bits << 16).view(np.float32)
-    return bits.astype(np.uint16).view(np.float16).astype(np.float32)
+def _compiled(bits: int, size: int, layout: str, dtype: str, count: int) -> Product:
+    """The product of so many rows, for groups of `size` columns and scales of a type."""
+    llvm, octets = _llvm(), size * bits // 8
+    half = {"float16": "half", "bfloat16": "bfloat"}[dtype]
+    sizes = {"size": size, "octets": octets, "half": half, "count": count, "ahead": AHEAD}
+    order = ", ".join(f"i32 {at}" for at in range(size))
+    sizes["bias"] = BIAS[layout].format(half=half)
+    sizes["unpack"] = UNPACK[bits].format(**sizes, order=f"<{order}>")
+    lines = [
+        line.format(**sizes, t=t)
+        for line in PRODUCT.splitlines()
+        for t in range(count if "{t}" in line else 1)
+    ]
+    module = llvm.parse_assembly("\n".join(lines))
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), opt=3
+    )
+    engine = llvm.create_mcjit_compiler(module, machine)
+    signature = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 4)
+    product: Any = signature(engine.get_function_address("product"))
+    product.engine = engine  # which owns the code
+    return product  # type: ignore[no-any-return]
 
 
-def _compiled(function: Callable[..., None]) -> Any:
-    """The function for this processor, kept in a file if there is a folder that can be written."""
+def _llvm() -> Any:
+    """LLVM, for this processor."""
     try:
-        from numba import njit
-    except (ImportError, OSError) as problem:  # such as for another version of NumPy
+        import llvmlite.binding as llvm
+    except (ImportError, OSError) as problem:
         raise UsageError(
-            f"Numba is installed and cannot be loaded ({problem}): pip install "
-            "'ondevice-tune[numba]', or do without: pip uninstall numba"
+            f"llvmlite is installed and cannot be loaded ({problem}): pip install "
+            "'ondevice-tune[llvmlite]', or do without: pip uninstall llvmlite"
         ) from None
-    try:
-        return njit(cache=True, nogil=True, fastmath=FREE_ORDER)(function)
-    except RuntimeError:  # no such folder: it is compiled in each process, in a second
-        return njit(nogil=True, fastmath=FREE_ORDER)(function)
-
-
-def _rows4(codes, scales, biases, values, even, odd, sums, y, start, stop):  # type: ignore[no-untyped-def]
-    """Rows start:stop of y, of two values in a byte, the first lowest; x is split likewise."""
-    groups = scales.shape[1]
-    width = codes.shape[1] // groups
-    for row in range(start, stop):
-        of_row, total = codes[row], np.float32(0)
-        for group in range(groups):
-            of_group = np.float32(0)
-            for at in range(width):  # from 0: else it is not compiled to wide instructions
-                place = group * width + at
-                low, high = of_row[place] & np.uint8(15), of_row[place] >> np.uint8(4)
-                of_group += np.float32(np.int32(low)) * even[place]
-                of_group += np.float32(np.int32(high)) * odd[place]
-            total += of_group * values[scales[row, group]]
-            total += values[biases[row, group]] * sums[group]
-        y[row] = total
-
-
-def _rows8(codes, scales, biases, values, x, sums, y, start, stop):  # type: ignore[no-untyped-def]
-    """Rows start:stop of y, of one value in a byte."""
-    groups = scales.shape[1]
-    width = codes.shape[1] // groups
-    for row in range(start, stop):
-        of_row, total = codes[row], np.float32(0)
-        for group in range(groups):
-            of_group = np.float32(0)
-            for at in range(width):
-                place = group * width + at
-                of_group += np.float32(np.int32(of_row[place])) * x[place]
-            total += of_group * values[scales[row, group]]
-            total += values[biases[row, group]] * sums[group]
-        y[row] = total
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm

@@ -20,6 +20,7 @@ from runtime.operations.base import Operation
 from runtime.operations.kernel import Kernel, Run, Tools
 from runtime.operations.kernel_table import KERNELS
 from runtime.operations.program import Instruction, Program
+from runtime.operations.row_kernels import ONE_ROW_KERNELS, ROW_KERNELS, RowKernel
 from runtime.operations.values import gradient_of
 
 
@@ -31,12 +32,16 @@ class Executor:
     arrays: Arrays
     profile: Profile
     dtype: mx.Dtype = mx.float32  # of values; kernels that take no other are given float32
+    in_place: bool = False  # values may be NumPy's arrays
 
     @classmethod
     def of(cls, tools: Tools) -> Executor:
         """An executor with the kernels of the table."""
-        kernels = {operation: make(tools) for operation, make in KERNELS.items()}
-        return cls(kernels, tools.arrays, tools.profile, tools.dtype)
+        table, in_place = KERNELS, tools.matrices.in_place is not None
+        if in_place:
+            table = KERNELS | (ONE_ROW_KERNELS if tools.execution.bucket == 1 else ROW_KERNELS)
+        kernels = {operation: make(tools) for operation, make in table.items()}
+        return cls(kernels, tools.arrays, tools.profile, tools.dtype, in_place)
 
     def forward(
         self,
@@ -88,6 +93,9 @@ class Executor:
     def _compute(
         self, run: Run, kernel: Kernel, lanes: list[Values], loras: Sequence[Loras]
     ) -> None:
+        if isinstance(kernel, RowKernel):  # of float32 values alone
+            kernel.forward(run, lanes, loras)
+            return
         operation = run.instruction.operation
         given = [self._widened(operation, values, operation.activations) for values in lanes]
         kernel.forward(run, lanes, loras)
@@ -97,6 +105,9 @@ class Executor:
 
     def _widened(self, operation: Operation, values: Values, names: Sequence[str]) -> Values:
         """Replace values by float32 ones where the kernel takes no others; returns the old ones."""
+        if self.in_place:
+            given = {name: values[name] for name in names if name in values}
+            values.update({name: mx.array(array) for name, array in given.items()})
         if self.dtype == mx.float32 or operation.any_dtype:
             return {}
         short = {name: values[name] for name in names if name in values}

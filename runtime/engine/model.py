@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays, arrays_for
+from runtime.arrays.arrays import Arrays, arrays_for, quiet
 from runtime.arrays.matrices import Matrices, Place
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.products import products_for
@@ -69,11 +69,7 @@ class Model:
     def matrices(self) -> Matrices:
         manifest, execution = self.bundle.manifest, self.lowered.execution
         library = load_onednn() if execution.by_onednn else None
-        if self.in_place is not None and self.bucket == 1:
-            # lazy there too: a token's values are so small that waiting for each takes longer
-            arrays = arrays_for("gpu", one_evaluation=True)
-        else:
-            arrays = arrays_for(manifest.device, execution.one_evaluation)
+        arrays = arrays_for(manifest.device, execution.one_evaluation)
 
         def by_offset(counts: Mapping[str, int]) -> dict[int, int]:
             return {manifest.matrices[name].packed.offset: n for name, n in counts.items()}
@@ -271,6 +267,7 @@ class Model:
         starts = mx.array(np.repeat(offsets, lengths).astype(np.int32))
         return {STARTS: starts}
 
+    @quiet
     def _forward(self, block: Block, lanes: list[Values], loras: Sequence[Loras]) -> list[mx.array]:
         lowered = self._lowered[block]
         program = lowered.program
@@ -330,7 +327,7 @@ class Model:
         block = self.blocks[-1]
         values: Values = {self._lowered[block].program.input: x}
         (whole,) = self._forward(block, [values], [{} if loras is None else loras])
-        h = mx.take(whole.squeeze(0), _indices(scored), axis=0)  # so that the rest can go
+        h = mx.take(mx.array(whole).squeeze(0), _indices(scored), axis=0)  # so that the rest can go
         h = h.astype(mx.float32)  # as the head takes it
         mx.eval(h)
         return h

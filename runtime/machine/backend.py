@@ -106,6 +106,12 @@ def _load_blas() -> str:
     return _load_wheel_blas() or _load_system_blas() or REFERENCE
 
 
+def _compiles() -> bool:
+    """Whether LLVM is installed, and the processor converts the 16 bits of scales itself."""
+    converts = platform.machine() != "x86_64" or "f16c" in cpu_flags()
+    return converts and find_spec("llvmlite") is not None
+
+
 def cpu_flags() -> set[str]:
     """The instructions of the processor, by the names of Linux; empty elsewhere."""
     if sys.platform != "linux":
@@ -209,7 +215,7 @@ def this_machine(device: str, arithmetic: str, compute_dtype: str = "float32") -
         limit_bytes=memory_limit_bytes(),
         compute_dtype=dtype.name,
         compute_reason=dtype.reason,
-        numba=device == "cpu" and not packed and find_spec("numba") is not None,
+        llvm=device == "cpu" and not packed and _compiles(),
     )
 
 

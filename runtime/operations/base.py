@@ -52,8 +52,8 @@ class Execution:
     vocabulary the head takes at once, `attention_block` how many queries attention takes at once.
     `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
     floating point are multiplied a tile at a time, on every device. Products are computed in
-    `compute_dtype`, "float32" or "bfloat16"; with `in_place` one row is multiplied by the packed
-    weights where they lie in the map.
+    `compute_dtype`, "float32" or "bfloat16"; with `in_place` decoded tokens are multiplied by
+    the packed weights where they lie in the map.
     """
 
     tables: Tables

@@ -39,11 +39,6 @@ class Ring:
         for ring, new in ((self.keys, k), (self.values, v)):
             put_in_ring(ring, new, position, self.arrays)
 
-    def positions(self, written: int) -> npt.NDArray[np.int64]:
-        """Where the tokens in the used slots are in the sequence, if `written` were written."""
-        last = written - 1
-        return last - (last - np.arange(min(self.slots, written))) % self.slots
-
     def attend(
         self,
         q: mx.array,
@@ -61,13 +56,19 @@ class Ring:
         """
         _, heads, tokens, width = q.shape
         groups = self.keys.shape[1]
-        places = self.positions(position + tokens)
+        places = ring_positions(self.slots, position + tokens)
         keys, values = (ring[0, :, None, : len(places)] for ring in (self.keys, self.values))
         rows = q.reshape(groups, heads // groups, tokens, width)
         mask = _mask(places, position, tokens, window)
         sinks = None if sinks is None else sinks.reshape(groups, -1, 1, 1)
         out, _ = attended(rows, keys, values, scale, mask, self.arrays, prefix, cap, sinks)
         return out.reshape(1, heads, tokens, -1)
+
+
+def ring_positions(slots: int, written: int) -> npt.NDArray[np.int64]:
+    """Where the tokens in the used slots are in the sequence, if `written` were written."""
+    last = written - 1
+    return last - (last - np.arange(min(slots, written))) % slots
 
 
 def put_in_ring(ring: mx.array, new: mx.array, position: int, arrays: Arrays) -> None:
@@ -88,11 +89,16 @@ def _mask(
     places: npt.NDArray[np.int64], position: int, tokens: int, window: int | None
 ) -> mx.array | None:
     """The mask, added to scores (..., T, S); None if every token sees all keys."""
-    rows, columns = np.arange(position, position + tokens)[:, None], places[None]
-    masked = columns > rows
-    if window is not None:
-        masked |= columns <= rows - window
+    masked = hidden(places, np.arange(position, position + tokens)[:, None], window)
     return mx.array(masked * np.float32(MASKED)) if masked.any() else None
+
+
+def hidden(
+    places: npt.NDArray[np.int64], rows: npt.NDArray[np.int64] | int, window: int | None
+) -> npt.NDArray[np.bool_]:
+    """Whether the tokens at these places (S,) are not seen from the positions `rows` (T, 1)."""
+    masked = places > rows
+    return masked if window is None else masked | (places <= rows - window)
 
 
 @dataclass(frozen=True)

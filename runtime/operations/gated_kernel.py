@@ -33,12 +33,13 @@ Floats = npt.NDArray[np.float32]
 def gated(activation: str, gate: mx.array, up: mx.array) -> mx.array:
     """f(gate) * up, evaluated, of float32 arrays of one shape."""
     (y,) = _made(gate, 1)
-    _gate(activation, gate, up, y)
+    gate_into(activation, gate, up, y)
     return y
 
 
 @quiet
-def _gate(activation: str, gate: mx.array, up: mx.array, y: mx.array) -> None:
+def gate_into(activation: str, gate: mx.array, up: mx.array, y: mx.array) -> None:
+    """`gated` in y, of MLX's arrays or of NumPy's."""
     for g, u, part, s, t in _chunks(gate, up, y):
         _logistic(activation, g, s, t)
         np.multiply(g, s, out=part)

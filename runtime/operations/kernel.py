@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
+import numpy.typing as npt
 
 from runtime.arrays.arrays import DTYPES, Arrays
 from runtime.arrays.matrices import Matrices
@@ -30,6 +31,9 @@ class Graphs(Protocol):
         Raises:
             BundleError: the file cannot be loaded, or is not what the manifest says.
         """
+
+    def replay(self, key: str, arguments: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+        """The same of NumPy's arrays, evaluated."""
 
     def workspace_bytes(self, key: str) -> int:
         """The bytes that a function takes beside its arguments and results while it runs."""

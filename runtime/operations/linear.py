@@ -124,12 +124,15 @@ class Linear(Operation, frozen=True):
 def _forward(relative: str, call: Call, execution: Execution) -> int:
     """Bytes of the rounded inputs, and of a tile while it is dequantized or multiplied.
 
-    After that, or if larger, those of an input with values dropped, and its mask.
+    After that, or if larger, those of an input with values dropped, and its mask. Where weights are
+    multiplied where they lie, there are no tiles.
     """
     name = call.tensor(relative)
     matrix, rows = execution.tables.matrices[name], execution.tile_rows[name]
     if name in execution.tile_columns:
         return _forward_columns(relative, call, execution)
+    if execution.in_place:
+        return 2 * call.tokens * matrix.columns * F32  # the input in order, and for 4 bits again
     values = rows * matrix.columns
     multiplied = _part(matrix, rows, call.tokens) + execution.tile_bytes(matrix, values)
     tile = max(execution.dequantizing_bytes(matrix, values), multiplied)

@@ -75,8 +75,6 @@ class LoraProducts:
         tiles leave in the heap, and every tile would need new memory.
         """
         matrices, arrays = self.matrices, self.matrices.arrays
-        if len(xs) == 1 and (y := matrices.of_row(xs[0], matrix)) is not None:
-            return [y]
         if matrices.by_columns(matrix):
             return self._sums(xs, matrix)
         inputs = [matrices.input(x) for x in xs]

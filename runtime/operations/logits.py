@@ -53,6 +53,8 @@ class Logits(Operation, frozen=True):
         values = execution.tile_rows[self.matrix] * matrix.columns
         _, multiplied = self.streamed(execution)
         tile = max(execution.dequantizing_bytes(matrix, values), multiplied)
+        if execution.in_place:  # the logits as they are multiplied
+            tile = matrix.rows * F32
         largest = max(tile, choosing_bytes(matrix.rows))  # of which one comes after the other
         whole = (2 if self.bias else 1) * matrix.rows * F32  # the bias is as large as the logits
         return call.bytes_of(self.inputs[0]) * 2 + whole + largest

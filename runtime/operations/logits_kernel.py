@@ -78,9 +78,9 @@ class LogitsKernel:
         shaping = shaping or Shaping()
         arrays = self.matrices.arrays
         through_a = shaping.through_a(h, arrays)
-        whole = self.matrices.of_row(h, matrix)
-        if whole is not None:
-            return view(shaping.of_tile(whole, 0, arrays, through_a)).reshape(matrix.rows)
+        if self.matrices.in_place is not None:
+            (y,) = self.matrices.of_rows(view(h), [matrix])
+            return view(shaping.of_tile(mx.array(y), 0, arrays, through_a)).reshape(-1)
         given = self.matrices.input(h)
         logits = np.empty(matrix.rows, np.float32)
         for start, stop in self.matrices.ranges(matrix):

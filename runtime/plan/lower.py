@@ -37,7 +37,7 @@ class Sizes:
     `chunk_rows` is how many rows of the vocabulary the head takes at once, 0 for as many as
     `tile_values` allows.
     `cache_bytes` limits MLX's own cache, where it has one. On a GPU a block's forward or backward,
-    or each operation in it, can be one `evaluation`. With `in_place` a token that is decoded is
+    or each operation in it, can be one `evaluation`. With `in_place` tokens that are decoded are
     multiplied by the weights where they lie.
     """
 

@@ -42,7 +42,7 @@ LEAST_CONTEXT = 64  # tokens; a shorter context is not proposed
 DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
 PRODUCTS_BYTES = 2_500_000  # oneDNN's code for all shapes that are multiplied, and its scratchpad
-NUMBA_BYTES = 34_000_000  # with LLVM, and what it has compiled or read from its files
+LLVM_BYTES = 12_000_000  # with the products that it has compiled
 THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 # The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
@@ -115,7 +115,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     cached_bytes: Natural = 0  # of the key-value cache
     materialized_head: bool = False  # whether the head's matrix stays dequantized too
     compute_dtype: str = "float32"  # of products with frozen weights
-    in_place: bool = False  # whether a decoded token is multiplied by weights where they lie
+    in_place: bool = False  # whether decoded tokens are multiplied by weights where they lie
 
     @property
     def sizes(self) -> Sizes:
@@ -404,7 +404,7 @@ class Planner:
             nbytes += blas.threads * panel
             if blas.threads > 1:
                 nbytes += model.packed_rows * blas.row_bytes
-        nbytes += NUMBA_BYTES * model.execution.in_place
+        nbytes += LLVM_BYTES * model.execution.in_place
         nbytes += model.graph_file_bytes() * GRAPH_FACTOR
         if request.prefetch:
             nbytes += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes)
@@ -437,7 +437,7 @@ class Planner:
         """The sizes that a plan can choose: of a set only where none of the sets before it fits."""
         levels = self._levels(request, demand)
         in_place: tuple[Sizes, ...] = ()
-        if self.machine.numba and request.context and self._multiplies_in_place:
+        if self.machine.llvm and request.context and self._multiplies_in_place:
             in_place = tuple(replace(level, in_place=True) for level in levels)
         return self._operations(request, demand), in_place, levels
 

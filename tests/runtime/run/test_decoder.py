@@ -22,8 +22,10 @@ from runtime.arrays.packed_rows import PackedRows, Stored
 from runtime.arrays.stored import Extent, Matrix
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError, UsageError
+from runtime.engine.graphs import Graphs
 from runtime.methods.adapters import Adapters
 from runtime.operations.attention import CachedAttention
+from runtime.operations.values import DECODED_TOKENS
 from runtime.plan.lower import lower
 from runtime.plan.plan import Plan
 from runtime.plan.sizes import LEVELS
@@ -55,7 +57,7 @@ def test_what_decodes_sees_the_prefix(tiny: Tiny, rng: Rng, family: str) -> None
 def plan_of(bundle: Bundle, kind: str = "generous") -> Plan:
     small = LEVELS[-1]
     if kind == "in place":
-        pytest.importorskip("numba")
+        pytest.importorskip("llvmlite")
     choices = {"in_place": False, **PLANS[kind]}
     plan = replace(plan_decoding(bundle, 10**9, CONTEXT), **choices)
     if kind in ("generous", "in place"):
@@ -106,7 +108,8 @@ def test_matrices_of_any_layout_are_decoded(
     adapters = adapters_of(bundle, rng)
     tokens = tokens_of(bundle, rng, 40)
     expected = dense_logits(bundle, adapters, tokens)
-    for kind in ("frugal", "half", "in place"):
+    in_place = ["in place"] if plan_decoding(bundle, 10**9, CONTEXT).in_place else []
+    for kind in ("frugal", "half", *in_place):
         decoder = Decoder(open_session(bundle, plan_of(bundle, kind)), adapters)
         for end, logits in read_in_parts(decoder, tokens, rng).items():
             assert agrees(logits, expected[end - 1])
@@ -141,23 +144,23 @@ def test_a_sequence_that_is_taken_up_again_is_read_from_where_it_parts(
 
 
 def test_a_token_is_multiplied_where_weights_lie_if_the_budget_has_room(tiny: Tiny) -> None:
-    pytest.importorskip("numba")
+    pytest.importorskip("llvmlite")
     bundle = tiny("qwen2")
     plan = plan_decoding(bundle, 10**9, CONTEXT)
     assert plan.in_place
-    assert not plan_decoding(bundle, plan.predicted_peak_bytes - 10**7, CONTEXT).in_place
+    assert not plan_decoding(bundle, plan.predicted_peak_bytes - 4 * 10**6, CONTEXT).in_place
     for layouts in ("float16", "mixed"):  # of which some matrices, or all, are not multiplied so
         assert not plan_decoding(tiny("qwen2", layouts=layouts), 10**9, CONTEXT).in_place
 
 
-def test_a_numba_that_cannot_be_loaded_is_named(
+def test_an_llvmlite_that_cannot_be_loaded_is_named(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("numba")
+    pytest.importorskip("llvmlite")
     bundle = tiny("qwen2")
     plan = plan_of(bundle, "in place")
-    monkeypatch.setitem(sys.modules, "numba", None)
-    with pytest.raises(UsageError, match="Numba is installed and cannot be loaded"):
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    with pytest.raises(UsageError, match="llvmlite is installed and cannot be loaded"):
         open_session(bundle, plan)
 
 
@@ -167,13 +170,13 @@ def test_a_numba_that_cannot_be_loaded_is_named(
 def test_products_in_place_are_those_of_the_values(
     rng: Rng, bits: int, layout: Literal["symmetric", "affine"], dtype: str
 ) -> None:
-    pytest.importorskip("numba")
+    pytest.importorskip("llvmlite")
     rows, size, groups = int(rng.integers(1, 70)), int(rng.choice([32, 64, 128])), 3
     columns = size * groups
     q = rng.integers(0, 1 << bits, (rows, columns))
     words = sum(q.reshape(rows, -1, 8 // bits)[..., i] << bits * i for i in range(8 // bits))
     scales, biases = (mx.array(rng.normal(size=(rows, groups)), getattr(mx, dtype)) for _ in "12")
-    x = rng.normal(size=columns).astype(np.float32)
+    x = rng.normal(size=(int(rng.choice([1, 16])), columns)).astype(np.float32)
 
     class Mapped:
         def stored(self, matrix: Matrix) -> Stored:
@@ -185,11 +188,11 @@ def test_products_in_place_are_those_of_the_values(
     packed = Extent(0, 0, "uint32", (rows, columns * bits // 32))
     also = of_groups if layout == "affine" else None
     matrix = Matrix(rows, columns, bits, size, layout, packed, of_groups, also)
-    y = PackedRows(Mapped(), 2).multiply(x, matrix)
+    (y,) = PackedRows(Mapped(), 2).multiply(x, [matrix])
     wide = np.asarray(scales.astype(mx.float32), np.float64)
     shift = -(2.0 ** (bits - 1)) * wide if also is None else np.asarray(biases.astype(mx.float32))
     values = q.reshape(rows, groups, size) * wide[..., None] + shift[..., None]
-    assert agrees(y, values.reshape(rows, columns) @ x)
+    assert agrees(y, x @ values.reshape(rows, columns).T)
 
 
 def test_a_state_goes_on_from_the_last_token_alone(tiny: Tiny, rng: Rng) -> None:
@@ -234,3 +237,22 @@ def test_the_plan_counts_the_cache_and_refuses_what_does_not_fit(tiny: Tiny) -> 
     assert twice.predicted_peak_bytes > plan.predicted_peak_bytes
     with pytest.raises(BudgetError, match=r"at 1000000 tokens; the smallest that fits is .*B"):
         plan_decoding(bundle, 200_000_000, 1_000_000)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_graphs_are_replayed_by_numpy(tiny: Tiny, rng: Rng, family: str) -> None:
+    bundle = tiny(family)
+    graphs = Graphs(bundle)
+    for key, graph in bundle.manifest.graphs.items():
+        direction, tokens = key.rsplit(".", 2)[1:]
+        if direction == "vjp" or int(tokens) not in DECODED_TOKENS:
+            continue
+        given = [
+            rng.normal(size=shape).astype(np.float32) if shape else np.int32(rng.integers(99))
+            for shape in graph.inputs
+        ]
+        results = graphs.call(key, [mx.array(one) for one in given])
+        for again in graphs.replay(key, given), graphs.replay(key, given):
+            for expected, replayed in zip(results, again, strict=True):
+                assert replayed.shape == expected.shape
+                assert agrees(replayed, np.asarray(expected))
