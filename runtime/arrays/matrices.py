@@ -15,7 +15,9 @@ from runtime.arrays.dequantize import dense
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.products import Float32Products, Products
 from runtime.arrays.profile import Profile
+from runtime.arrays.side_by_side import Part, SideBySide
 from runtime.arrays.stored import Matrix
+from runtime.arrays.threads import ALONE, Threads
 from runtime.arrays.tiles import Input, ReadyTile
 from runtime.arrays.values import Move
 from runtime.arrays.weight_source import WeightSource
@@ -32,7 +34,7 @@ class Matrices:
     With `materialize_blocks` they stay until `release`, so that a whole block is dequantized at
     once, as in the MeBP paper. Those in `materialized` stay for the whole run. Products are in
     float32 unless others are given; with `in_place` a single row is multiplied by the packed
-    weights in the map.
+    weights in the map, and with `side_by_side` whole matrices are, by all cores.
     """
 
     weights: WeightSource
@@ -45,6 +47,7 @@ class Matrices:
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
     other_products: Products | None = None
     in_place: PackedRows | None = None
+    side_by_side: SideBySide | None = None
     _of_block: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
@@ -76,6 +79,17 @@ class Matrices:
         with self.profile.span("product in place"):
             return mx.array(self.in_place.multiply(view(x)[0], matrix)[None])
 
+    @property
+    def threads(self) -> Threads:
+        """The threads that multiply side by side, which may do other work meanwhile."""
+        return ALONE if self.side_by_side is None else self.side_by_side.threads
+
+    def by_threads(self, matrix: Matrix) -> Part:
+        """A matrix of which threads take parts."""
+        assert self.side_by_side is not None
+        whole = self.materialized.get((matrix.packed.offset, 0, matrix.rows))
+        return self.side_by_side.part(matrix, None if whole is None else view(whole.values))
+
     @cached_property
     def products(self) -> Products:
         """The products with dequantized tiles."""
@@ -105,11 +119,23 @@ class Matrices:
                         tile = self._ready(matrix, start, stop, self.by_columns(matrix))
                         self.materialized[matrix.packed.offset, start, stop] = tile
             return
+        if self.side_by_side is not None:
+            self._materialize_whole(chosen)
+            return
         places = [(matrix, *part) for matrix in chosen for part in self.ranges(matrix)]
         empty = [ReadyTile.empty(*self._shape(*place), self.products) for place in places]
         for (matrix, start, stop), tile in zip(places, empty, strict=True):
             tile.fill(self._ready(matrix, start, stop, self.by_columns(matrix)), self.arrays)
             self.materialized[matrix.packed.offset, start, stop] = tile
+
+    def _materialize_whole(self, chosen: Iterable[Matrix]) -> None:
+        """Dequantize matrices with their shifts, each as one tile, of which threads take parts."""
+        matrices = [*chosen]
+        empty = [self.products.empty(matrix.rows, matrix.columns) for matrix in matrices]
+        for matrix, values in zip(matrices, empty, strict=True):
+            self.by_threads(matrix).fill(view(values))
+            tile = ReadyTile(matrix, self.products, None, values, None)
+            self.materialized[matrix.packed.offset, 0, matrix.rows] = tile
 
     def by_columns(self, matrix: Matrix) -> bool:
         """Whether tiles of a matrix have all rows, and a range of columns."""

@@ -570,6 +570,8 @@ class PeakModel:
     def _tile_at_peak(self) -> int:
         """Bytes of the largest tile; where MLPs are sliced backward, of one of theirs."""
         execution = self.execution
+        if execution.threads > 1:
+            return 0
         sliced = execution.slice_columns if self.demand.backward else ()
         return max(
             (

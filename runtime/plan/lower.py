@@ -139,6 +139,7 @@ def lower(
     packed: bool,
     context: int = 0,
     compute_dtype: str = "float32",
+    threads: int = 1,
 ) -> LoweredModel:
     """The lowered programs of all blocks at a sequence bucket.
 
@@ -158,7 +159,7 @@ def lower(
         if key not in known:
             known[key] = _lower_block(manifest, block, sizes, adapted, input_wanted, context)
         blocks.append(replace(known[key], block=block))
-    widths = _slice_widths(manifest, blocks, sizes)
+    widths = _slice_widths(manifest, blocks, sizes, threads)
     execution = Execution(
         manifest.tables,
         bucket,
@@ -174,6 +175,7 @@ def lower(
         sizes.evaluation,
         compute_dtype,
         sizes.in_place,
+        threads,
     )
     return LoweredModel(tuple(blocks), execution, sizes.materialize_blocks, first, context)
 
@@ -202,15 +204,17 @@ class _Widths:
     experts: dict[str, int] = field(default_factory=dict)
 
 
-def _slice_widths(manifest: Manifest, blocks: Sequence[LoweredBlock], sizes: Sizes) -> _Widths:
-    widths, most = _Widths(), sizes.slice_values or sizes.tile_values
+def _slice_widths(
+    manifest: Manifest, blocks: Sequence[LoweredBlock], sizes: Sizes, threads: int
+) -> _Widths:
+    widths, most = _Widths(), (sizes.slice_values or sizes.tile_values) // threads
     for lowered in blocks:
         tensor = lowered.block.tensor
         for operation in lowered.program.operations:
             if isinstance(operation, SlicedMlp):
                 into, (down,) = operation.into.matrices(tensor), operation.down.matrices(tensor)
                 gate, last = manifest.matrices[into[0]], manifest.matrices[down]
-                width = width_of(gate, last, sizes.tile_values)
+                width = width_of(gate, last, sizes.tile_values // threads)
                 widths.rows |= dict.fromkeys(into, width) | {down: last.rows}
                 widths.columns[down] = width
                 widths.backward |= dict.fromkeys((*into, down), width_of(gate, last, most))
