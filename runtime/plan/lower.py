@@ -157,6 +157,7 @@ def lower(
     packed: bool,
     context: int = 0,
     compute_dtype: str = "float32",
+    threads: int = 1,
     blocks: tuple[LoweredBlock, ...] = (),
 ) -> LoweredModel:
     """The lowered programs of all blocks at a sequence bucket.
@@ -170,7 +171,7 @@ def lower(
     tiles: that takes less time than to dequantize them for it.
     """
     blocks = blocks or lower_blocks(manifest, sizes, context)
-    widths = _slice_widths(manifest, blocks, sizes)
+    widths = _slice_widths(manifest, blocks, sizes, threads)
     execution = Execution(
         manifest.tables,
         bucket,
@@ -186,6 +187,7 @@ def lower(
         sizes.evaluation,
         compute_dtype,
         sizes.in_place,
+        threads,
     )
     first = manifest.first_adapted
     return LoweredModel(blocks, execution, sizes.materialize_blocks, first, context)
@@ -237,15 +239,17 @@ class _Widths:
     experts: dict[str, int] = field(default_factory=dict)
 
 
-def _slice_widths(manifest: Manifest, blocks: Sequence[LoweredBlock], sizes: Sizes) -> _Widths:
-    widths, most = _Widths(), sizes.slice_values or sizes.tile_values
+def _slice_widths(
+    manifest: Manifest, blocks: Sequence[LoweredBlock], sizes: Sizes, threads: int
+) -> _Widths:
+    widths, most = _Widths(), (sizes.slice_values or sizes.tile_values) // threads
     for lowered in blocks:
         tensor = lowered.block.tensor
         for operation in lowered.program.operations:
             if isinstance(operation, SlicedMlp):
                 into, (down,) = operation.into.matrices(tensor), operation.down.matrices(tensor)
                 gate, last = manifest.matrices[into[0]], manifest.matrices[down]
-                width = width_of(gate, last, sizes.tile_values)
+                width = width_of(gate, last, sizes.tile_values // threads)
                 widths.rows |= dict.fromkeys(into, width) | {down: last.rows}
                 widths.columns[down] = width
                 widths.backward |= dict.fromkeys((*into, down), width_of(gate, last, most))
