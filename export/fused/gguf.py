@@ -33,7 +33,11 @@ from runtime.core.folder_writer import FolderWriter
 from runtime.core.notes import Progress
 
 FILE = "model.gguf"  # in a folder
-_EXACT = (".bias", "ffn_gate_inp.weight")  # matrices that llama.cpp has in float32: of routers
+_EXACT = (
+    ".bias",
+    "ffn_gate_inp.weight",
+    "ffn_gate_inp_shexp.weight",
+)  # matrices that llama.cpp has in float32: of routers
 SUFFIX = ".gguf"
 _GGML = {
     "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),

@@ -124,7 +124,9 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def _flat(tensor: GGUFTensor, expected: tuple[int, ...]) -> GGUFTensor:
-    """Experts (N, R, C) as the matrix (N * R, C), filters (C, W) as (C, W, 1), others as it is."""
+    """Experts (N, R, C) as (N * R, C), filters (C, W) as (C, W, 1), a vector as a row."""
+    if expected == (1, *tensor.shape):
+        return replace(tensor, shape=expected, row_bytes=tensor.shape[0] * tensor.row_bytes)
     if expected == (*tensor.shape, 1):
         return replace(tensor, shape=expected)
     if len(tensor.shape) != 3 or len(expected) != 2:

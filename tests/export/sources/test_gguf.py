@@ -207,48 +207,66 @@ def test_parts_of_a_file_are_read_together(tmp_path: Path) -> None:
         open_checkpoint(str(paths[0]))
 
 
-def test_quantized_experts_are_read_each_in_its_rows(
-    rng: np.random.Generator, tmp_path: Path
-) -> None:
-    raw = tiny("mixtral", hidden_size=256, intermediate_size=512, num_hidden_layers=2)
-    config = completed_config("mixtral", normalise_config(raw, "mixtral", True))
-    types = {
-        "gate": "Q4_K",
-        "up": "Q6_K",
-        "down": "Q8_0",
-        "1.block_sparse_moe.switch_mlp.up": "MXFP4",
-    }
-    writer, name_of = gguf.GGUFWriter(tmp_path / "m.gguf", "llama"), tensor_names("mixtral", 2)
-    add_metadata(writer, "mixtral", config, config["vocab_size"])
-    blocks: dict[str, Blocks] = {}
-    for name, shape in expected_shapes("mixtral", config).items():
-        kinds = [kind for part, kind in types.items() if f"{part}_proj" in name]
-        if not kinds:
-            writer.add_tensor(name_of(name), np.zeros(shape, np.float32))
-            continue
-        blocks[name] = random_blocks(rng, kinds[-1], *shape)
-        stacked = blocks[name].rows.reshape(
-            config["num_local_experts"], -1, blocks[name].rows.shape[1]
+def file_of(
+    path: Path, family: str, arrays: dict[str, np.ndarray | Blocks], **changes: Any
+) -> dict[str, tuple[int, ...]]:
+    """A file of a family with these tensors, and zeros for the others; the shapes of all."""
+    config = completed_config(family, normalise_config(tiny(family, **changes), family, True))
+    shapes, count = expected_shapes(family, config), config["num_hidden_layers"]
+    writer, name_of = gguf.GGUFWriter(path, architecture_of(family)), tensor_names(family, count)
+    add_metadata(writer, family, config, config["vocab_size"])
+    for name, shape in shapes.items():
+        array = arrays.get(name, np.zeros(shape, np.float32))
+        rows = array.rows if isinstance(array, Blocks) else array
+        if ".switch_mlp." in name:
+            rows = rows.reshape(4, -1, rows.shape[1])
+        writer.add_tensor(
+            name_of(name), rows, raw_dtype=array.type if isinstance(array, Blocks) else None
         )
-        writer.add_tensor(name_of(name), stacked, raw_dtype=blocks[name].type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return shapes
+
+
+def test_quantized_experts_are_read_each_in_its_rows(
+    rng: np.random.Generator, tmp_path: Path
+) -> None:
+    types = {"gate": "Q4_K", "up": "Q6_K", "down": "Q8_0"}
+    of_layer = "model.layers.{}.block_sparse_moe.switch_mlp.{}_proj.weight"
+    kinds = {of_layer.format(0, part): kind for part, kind in types.items()}
+    kinds |= {of_layer.format(1, "up"): "MXFP4"}
+    sizes = {"gate": (2048, 256), "up": (2048, 256), "down": (1024, 512)}
+    blocks: dict[str, np.ndarray | Blocks] = {}
+    for name, kind in kinds.items():
+        part = name.split(".")[-2].removesuffix("_proj")
+        blocks[name] = random_blocks(rng, kind, *sizes[part])
+    changes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    file_of(tmp_path / "m.gguf", "mixtral", blocks, **changes)
+    rows = slice(200, 600)  # of two experts
     with open_checkpoint(str(tmp_path / "m.gguf")) as read:
-        assert read.family == "mixtral" and {one.type.name for one in blocks.values()} == {
-            *types.values()
-        }
+        assert read.family == "mixtral"
         for name, expected in blocks.items():
-            rows = slice(500, 600)  # of two experts
-            np.testing.assert_array_equal(read.rows(name, 500, 600), expected.values[rows])
+            assert isinstance(expected, Blocks)
+            np.testing.assert_array_equal(read.rows(name, 200, 600), expected.values[rows])
             form = read.quantized_form(name)
             assert (form is None) == (expected.type.name == "MXFP4")
             if form is not None:
                 stored = transcode(expected.rows[rows], expected.type).values(form)
-                np.testing.assert_array_equal(
-                    read.quantized_rows(name, 500, 600).values(form), stored
-                )
+                found = read.quantized_rows(name, 200, 600).values(form)
+                np.testing.assert_array_equal(found, stored)
+
+
+def test_a_gate_of_one_row_may_be_stored_as_a_vector(
+    rng: np.random.Generator, tmp_path: Path
+) -> None:
+    name = "model.layers.0.mlp.shared_expert_gate.weight"
+    gate = rng.normal(0, 1, 64).astype(np.float32)
+    shapes = file_of(tmp_path / "m.gguf", "qwen2_moe", {name: gate}, num_hidden_layers=1)
+    assert shapes[name] == (1, 64)
+    with open_checkpoint(str(tmp_path / "m.gguf")) as read:
+        np.testing.assert_array_equal(read.rows(name, 0, 1), gate[None])
 
 
 def test_damaged_gguf_headers_never_escape(rng: np.random.Generator, tmp_path: Path) -> None:
