@@ -376,6 +376,7 @@ def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     if "layer_types" not in known and "sliding_window_pattern" in known and full.get("layer_types"):
         written = str(_parameters(family)["sliding_window_pattern"].annotation)
         types, letters = full.pop("layer_types"), "str" in written
+        # beside layers with a window, those without have no positions
         has_none = letters and full.get("sliding_window") is None and {*types} == {FULL}
         full["sliding_window_pattern"] = None if has_none else pattern_of(types, letters, where)
     alternates = "layer_types" not in known and "full_attention_interval" in known

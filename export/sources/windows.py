@@ -32,11 +32,9 @@ def unlike_full(config: dict[str, Any]) -> list[str]:
     return sorted({*map(str, types)} - {FULL})
 
 
-def pattern_of(types: Sequence[str], letters: bool, where: str) -> int | str | None:
-    """Types of layers as mlx-lm has them: one global layer in so many, or as LLLG; None for G."""
+def pattern_of(types: Sequence[str], letters: bool, where: str) -> int | str:
+    """Types of layers as mlx-lm has them: one global layer in so many, or as LLLG."""
     if letters:
-        if SLIDING not in types:
-            return None
         return "".join("G" if name == FULL else "L" for name in types)
     if FULL not in types:
         raise BundleError(
