@@ -35,6 +35,11 @@ def unlike_full(config: dict[str, Any]) -> list[str]:
 def pattern_of(types: Sequence[str], letters: bool, where: str) -> int | str:
     """Types of layers as mlx-lm has them: one global layer in so many, or as LLLG."""
     if letters:
+        if SLIDING not in types:
+            raise BundleError(
+                f"{where}: layer_types has {FULL} alone, beside a sliding_window: mlx-lm's class "
+                "does not compute layers that have neither a window nor positions"
+            )
         return "".join("G" if name == FULL else "L" for name in types)
     if FULL not in types:
         raise BundleError(

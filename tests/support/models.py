@@ -191,10 +191,10 @@ def model_of(
     In the arithmetic "threads", two threads multiply side by side.
     """
     sizes = Sizes(tile_values, attention_block, 0, False, slices, chunk_rows)
-    packed, mapped = arithmetic == "packed", Weights(bundle)
-    threads = 2 if arithmetic == "threads" else 1
+    packed, threads = arithmetic == "packed", 2 if arithmetic == "threads" else 1
     lowered = lower(bundle.manifest, bucket, sizes, packed, 0, compute_dtype, threads)
-    model = Model(bundle, weights or mapped, lowered, Graphs(bundle))
+    model = Model(bundle, weights or Weights(bundle), lowered, Graphs(bundle))
     if threads > 1:
-        model = replace(model, side_by_side=SideBySide(mapped, Threads(threads)))
+        by_threads = SideBySide(Weights(bundle), Threads(threads))
+        model = replace(model, side_by_side=by_threads)
     return model

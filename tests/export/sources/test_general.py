@@ -297,6 +297,8 @@ def test_a_pattern_without_windows_is_none() -> None:
     raw = {**tiny("exaone4"), "layer_types": ["full_attention"] * 4, "sliding_window": None}
     raw["sliding_window_pattern"] = None  # as EXAONE 4.0 1.2B
     assert expected_shapes("exaone4", normalise_config(raw, "x", True))
+    with pytest.raises(BundleError, match="neither a window nor positions"):
+        normalise_config({**raw, "sliding_window": 16}, "x", True)
 
 
 @pytest.mark.parametrize(
