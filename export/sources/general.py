@@ -242,6 +242,9 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
 
     For the arguments and errors see `families.normalise_config`.
     """
+    for key, value in raw.items():
+        if not is_finite(value) and key != _UNBOUNDED:
+            raise BundleError(f"{where}: {key} is {value!r:.80}, not a finite number")
     full = settings_of(raw, family, where)
     known = arguments_of(family)
     layers = next((full[name] for name in _LAYERS if full.get(name) is not None), None)
@@ -287,8 +290,6 @@ def _check_numbers(
             raise BundleError(f"{where}: {key} must be a positive integer, is {value!r:.40}")
         if _POSITIVE.search(key) and (type(value) not in (int, float) or value <= 0):
             raise BundleError(f"{where}: {key} must be a positive number, is {value!r:.40}")
-        if not is_finite(value) and key != _UNBOUNDED:
-            raise BundleError(f"{where}: {key} is {value!r:.80}, not a finite number")
 
 
 def settings_class(model_type: str) -> Any:

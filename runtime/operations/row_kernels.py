@@ -91,9 +91,9 @@ class RowGated(RowKernel):
 
     def row(self, run: Run, values: Any, loras: Loras) -> None:
         operation = run.operation(Gated)
-        gate, up = (values[name] for name in operation.inputs)
+        gate, up = (np.asarray(values[name]) for name in operation.inputs)
         y: Any = np.empty(gate.shape, np.float32)
-        put_gated(operation.activation, gate, up, y)
+        put_gated(operation.activation, gate.ravel(), up.ravel(), y.ravel())
         values[operation.outputs[0]] = y
 
 
