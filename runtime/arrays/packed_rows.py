@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.stored import Matrix
+from runtime.arrays.threads import ALONE, Threads
 from runtime.core.errors import UsageError
 
 Floats = npt.NDArray[np.float32]
@@ -26,8 +27,9 @@ Product = Callable[..., None]
 (T, R); G and R; the first row of the matrix, and the one after the last."""
 Input = tuple[Floats, int, int, Floats]
 """x and its sums of groups, and between them their addresses."""
-ALONE = 1 << 21  # products of two values; for fewer a second thread costs what it saves
+FEW = 1 << 21  # products of two values; for fewer a second thread costs what it saves
 AT_ONCE = 256  # sums that are kept in registers
+OLDEST = 20  # LLVM that takes this text: of llvmlite 0.45
 AHEAD = 4096  # bytes of words: a processor itself fetches nothing from the next page
 
 # y[t, row] = sum over groups of scale * codes . x[t] + bias * (sum of x[t]), a group at a time. Of
@@ -120,13 +122,9 @@ class PackedRows:
     """
 
     def __init__(self, weights: Mapped, threads: int) -> None:
-        # it loads `logging`, which runs that train need not
-        from concurrent.futures import ThreadPoolExecutor
-
         _llvm()
-        self.weights, self.threads = weights, threads
+        self.weights, self.threads = weights, Threads(threads)
         self._stored: dict[int, tuple[Stored, tuple[int, ...]]] = {}
-        self._others = ThreadPoolExecutor(max(1, threads - 1))
 
     def multiply(self, x: Floats, matrices: Sequence[Matrix]) -> list[Floats]:
         """x W^T (T, R) for x (T, C) and each of some matrices that are `compact`."""
@@ -142,20 +140,18 @@ class PackedRows:
                 given, *addresses, _ = inputs[key]
                 places = (*self._address(matrix), *addresses, y[start:].ctypes.data)
                 product = _product(matrix, given.shape[1])
-                jobs.append((product, (*places, len(given), matrix.rows), matrix.rows))
-        large = len(x) * sum(matrix.rows * matrix.columns for matrix in matrices) >= ALONE
-        threads = self.threads if large else 1
+                arrays = y, inputs[key]  # which stay as long as a thread has their addresses
+                jobs.append((product, (*places, len(given), matrix.rows), matrix.rows, arrays))
+        large = len(x) * sum(matrix.rows * matrix.columns for matrix in matrices) >= FEW
+        threads = self.threads if large else ALONE
 
         def work(number: int) -> None:
-            for product, arguments, rows in jobs:
-                start, stop = (rows * at // threads for at in (number, number + 1))
-                if start < stop:
-                    product(*arguments, start, stop)
+            for product, arguments, rows, _ in jobs:
+                part = threads.part(number, rows)
+                if part.start < part.stop:
+                    product(*arguments, part.start, part.stop)
 
-        others = [self._others.submit(work, number) for number in range(1, threads)]
-        work(0)
-        for other in others:
-            other.result()
+        threads.run(work)
         return ys
 
     def _address(self, matrix: Matrix) -> tuple[int, ...]:
@@ -213,13 +209,16 @@ def _compiled(bits: int, size: int, layout: str, dtype: str, count: int) -> Prod
 
 def _llvm() -> Any:
     """LLVM, for this processor."""
+    way = "pip install 'ondevice-tune[llvmlite]', or do without: pip uninstall llvmlite"
     try:
         import llvmlite.binding as llvm
     except (ImportError, OSError) as problem:
+        raise UsageError(f"llvmlite is installed and cannot be loaded ({problem}): {way}") from None
+    if (version := llvm.llvm_version_info[0]) < OLDEST:
         raise UsageError(
-            f"llvmlite is installed and cannot be loaded ({problem}): pip install "
-            "'ondevice-tune[llvmlite]', or do without: pip uninstall llvmlite"
-        ) from None
+            f"the llvmlite that is installed has LLVM {version}, too old to multiply where weights "
+            f"lie, which takes {OLDEST}: {way}"
+        )
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     return llvm

@@ -153,12 +153,15 @@ def test_a_token_is_multiplied_where_weights_lie_if_the_budget_has_room(tiny: Ti
         assert not plan_decoding(tiny("qwen2", layouts=layouts), 10**9, CONTEXT).in_place
 
 
-def test_an_llvmlite_that_cannot_be_loaded_is_named(
+def test_an_llvmlite_that_cannot_be_loaded_or_is_old_is_named(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llvmlite")
     bundle = tiny("qwen2")
     plan = plan_of(bundle, "in place")
+    monkeypatch.setattr("llvmlite.binding.llvm_version_info", (15, 0, 7))
+    with pytest.raises(UsageError, match=r"has LLVM 15, too old .* takes 20: pip install"):
+        open_session(bundle, plan)
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
     with pytest.raises(UsageError, match="llvmlite is installed and cannot be loaded"):
         open_session(bundle, plan)
