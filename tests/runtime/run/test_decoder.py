@@ -15,6 +15,7 @@ from support.generation import dense_logits
 from support.layouts import LAYOUTS, WITH_EXPERTS
 from support.lengths import pairs
 from support.models import FAMILIES, MIXERS, adapters_of, each_family
+from support.plans import LINUX
 from support.prefixes import prefix_of, with_prefix
 
 from runtime.adapters.lora import LoraSettings
@@ -25,11 +26,11 @@ from runtime.core.errors import BudgetError, UsageError
 from runtime.engine.graphs import Graphs
 from runtime.methods.adapters import Adapters
 from runtime.operations.attention import CachedAttention
-from runtime.operations.values import DECODED_TOKENS
+from runtime.operations.values import CHUNK_TOKENS, DECODED_TOKENS
 from runtime.plan.lower import lower
-from runtime.plan.plan import Plan
+from runtime.plan.plan import Plan, Planner, Request
 from runtime.plan.sizes import LEVELS
-from runtime.run.budget import plan_decoding
+from runtime.run.budget import DECODING, plan_decoding
 from runtime.run.decoder import Decoder
 from runtime.run.lora import to_apply
 from runtime.run.session import open_session
@@ -144,13 +145,16 @@ def test_a_sequence_that_is_taken_up_again_is_read_from_where_it_parts(
 
 
 def test_a_token_is_multiplied_where_weights_lie_if_the_budget_has_room(tiny: Tiny) -> None:
-    pytest.importorskip("llvmlite")
-    bundle = tiny("qwen2")
-    plan = plan_decoding(bundle, 10**9, CONTEXT)
-    assert plan.in_place
-    assert not plan_decoding(bundle, plan.predicted_peak_bytes - 4 * 10**6, CONTEXT).in_place
+    machine, request = replace(LINUX, llvm=True), Request(CHUNK_TOKENS, False, context=CONTEXT)
+
+    def plan(bundle: Bundle, budget_bytes: int) -> Plan:
+        return Planner(bundle.manifest, machine).plan(request, DECODING, budget_bytes)
+
+    generous = plan(tiny("qwen2"), 10**9)
+    assert generous.in_place
+    assert not plan(tiny("qwen2"), generous.predicted_peak_bytes - 4 * 10**6).in_place
     for layouts in ("float16", "mixed"):  # of which some matrices, or all, are not multiplied so
-        assert not plan_decoding(tiny("qwen2", layouts=layouts), 10**9, CONTEXT).in_place
+        assert not plan(tiny("qwen2", layouts=layouts), 10**9).in_place
 
 
 def test_an_llvmlite_that_cannot_be_loaded_or_is_old_is_named(
