@@ -346,10 +346,8 @@ class Planner:
         process is that of the plan, and so is the number of threads that multiply; the machine's
         limit is that of now.
         """
-        asked = self
-        if plan.threads != self._threads(request, demand):
-            blas = msgspec.structs.replace(self.machine.blas, threads=plan.threads)
-            asked = Planner(self.manifest, msgspec.structs.replace(self.machine, blas=blas))
+        blas = msgspec.structs.replace(self.machine.blas, threads=plan.threads)
+        asked = Planner(self.manifest, msgspec.structs.replace(self.machine, blas=blas))
 
         def choices(sizes: Sizes) -> tuple[object, ...]:
             tiles = (sizes.tile_values, sizes.attention_block, sizes.slice_values)

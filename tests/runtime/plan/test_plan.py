@@ -334,13 +334,6 @@ def test_a_plan_follows_from_its_own_choices(tiny: Tiny, machine: Machine, metho
         assert not deciding_differences(plan, Planner(manifest, other).again(plan, *task))
 
 
-def test_so_does_one_whose_dropout_leaves_the_threads_to_openblas(tiny: Tiny) -> None:
-    manifest, task = tiny("qwen2").manifest, task_of(64)
-    task = task._replace(demand=demand_of("mebp", lora_dropout=0.1))
-    plan = plan_of(manifest, task, PLENTY, TWO)
-    assert Planner(manifest, TWO).again(plan, *task) == plan
-
-
 @pytest.mark.parametrize("method", ["mebp", "mezo"])
 def test_more_budget_never_buys_a_slower_plan(tiny: Tiny, method: str) -> None:
     manifest, task = tiny("qwen2").manifest, task_of(64, method)
