@@ -9,8 +9,8 @@ from queue import SimpleQueue
 
 Task = Callable[[int], None]
 """Does the part of a thread, which it is given by number."""
+Tasks = SimpleQueue[Task | None]  # None ends the thread
 Ends = SimpleQueue[BaseException | None]
-Tasks = SimpleQueue[tuple[Task, Ends] | None]  # None ends the thread
 
 
 class Threads:
@@ -19,23 +19,20 @@ class Threads:
     def __init__(self, count: int = 1) -> None:
         self.count = count
         self._tasks: list[Tasks] = [SimpleQueue() for _ in range(1, count)]
+        self._ends: Ends = SimpleQueue()
         for number, tasks in enumerate(self._tasks, 1):
-            given = (number, tasks)  # not self: the thread would keep it
+            given = (number, tasks, self._ends)  # not self: the thread would keep it
             threading.Thread(target=_serve, args=given, name="side-by-side", daemon=True).start()
             weakref.finalize(self, tasks.put, None)
 
     def run(self, task: Task) -> None:
-        """Call task(number) in each thread; returns, or raises, once all have ended.
-
-        Only an interrupt does not wait for them. A thread keeps its task while it does it.
-        """
-        ends: Ends = SimpleQueue()  # its own: an interrupted wait leaves ends behind
+        """Call task(number) in each thread; returns, or raises, once all have ended."""
         for tasks in self._tasks:
-            tasks.put((task, ends))
+            tasks.put(task)
         try:
             task(0)
         finally:
-            problems = [ends.get() for _ in self._tasks]
+            problems = [self._ends.get() for _ in self._tasks]
         for problem in problems:
             if problem is not None:
                 raise problem
@@ -50,16 +47,15 @@ class Threads:
 ALONE = Threads()
 
 
-def _serve(number: int, tasks: Tasks) -> None:
-    while (given := tasks.get()) is not None:
-        task, ends = given
+def _serve(number: int, tasks: Tasks, ends: Ends) -> None:
+    while (task := tasks.get()) is not None:
         try:
             task(number)
         except BaseException as problem:  # raised where the task was given
             ends.put(problem)
         else:
             ends.put(None)
-        del given, task, ends
+        del task
 
 
 def steps(whole: slice, most: int) -> list[slice]:

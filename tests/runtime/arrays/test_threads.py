@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -50,22 +47,3 @@ def test_an_error_of_a_part_is_raised_once_all_have_ended(failing: int) -> None:
         with pytest.raises(ZeroDivisionError, match=str(failing)):
             threads.run(task)
     assert ended == [1 - failing] * 2
-
-
-def test_after_an_interrupted_wait_the_next_task_is_waited_for() -> None:
-    threads, ended = Threads(2), []
-
-    def interrupted(number: int) -> None:
-        if number:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.05)
-
-    def slow(number: int) -> None:
-        time.sleep(0.05 * number)
-        ended.append(number)
-
-    with pytest.raises(KeyboardInterrupt):
-        threads.run(interrupted)
-    time.sleep(0.1)
-    threads.run(slow)
-    assert ended == [0, 1]
