@@ -149,13 +149,11 @@ class ThreadedMlp:
                     self._blas.multiply(d, one.b[:, columns].T, through_b[number], add=True)
                     self._blas.multiply(one.through.T, d, view(d_b)[:, columns])
 
-        unit = math.lcm(*(part.matrix.group_size or 1 for part in (self.gate, self.up)))
-
         def add(round: _Round, number: int) -> None:
             assert dx is not None
-            of_thread = self.gate.threads.part(number, columns_in, unit)  # for both, or they race
             for columns, (_, _, dg, _, du) in zip(round.slices, round.values, strict=True):
                 for part, d in ((self.gate, dg), (self.up, du)):
+                    of_thread = part.columns_of(number)
                     part.put_by_rows(number, d, view(dx), columns, of_thread, add=True)
 
         for round in self._rounds(5, tokens):

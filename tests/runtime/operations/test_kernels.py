@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,14 +17,13 @@ from oracles import whole_model as reference
 from oracles.delta_rule import gated_delta
 from support.bundles import Rng
 
-from runtime.arrays.arrays import Arrays, CpuArrays, lines
+from runtime.arrays.arrays import Arrays, CpuArrays
 from runtime.arrays.dequantize import dense
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.side_by_side import SideBySide
 from runtime.arrays.stored import Extent, Matrix
 from runtime.arrays.threads import Threads
 from runtime.arrays.values import Lora
-from runtime.machine.openblas import OpenBlas
 from runtime.operations import convolution_kernel
 from runtime.operations.attention_kernel import AttentionBlocks
 from runtime.operations.base import materialized_bytes
@@ -35,7 +33,6 @@ from runtime.operations.head_kernel import HeadKernel
 from runtime.operations.linear_kernel import LoraProducts
 from runtime.operations.logits_kernel import LogitsKernel, Shaping
 from runtime.operations.prefix_kernel import Prefix
-from runtime.operations.sliced_mlp_threads import Besides, ThreadedMlp
 from runtime.plan.lower import rows_at_once
 from runtime.storage.weights import Tile, Weights
 
@@ -679,45 +676,3 @@ def test_relative_error_is_honest() -> None:
     assert reference.relative_error(mx.zeros(3), mx.zeros(3)) == 0
     assert math.isinf(reference.relative_error(mx.ones(3), mx.zeros(3)))
     assert reference.relative_error(mx.array([1.1, 0]), mx.array([1.0, 0])) == pytest.approx(0.1)
-
-
-class _Watched(OpenBlas):
-    """Keeps which values of first rows each thread has written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: dict[int, set[int]] = {}
-
-    def multiply(self, x: Any, w: Any, y: Any, add: bool = False) -> None:
-        super().multiply(x, w, y, add)
-        begin = y.ctypes.data
-        here = range(begin, begin + 4 * y.shape[1], 4)
-        self.written.setdefault(threading.get_ident(), set()).update(here)
-
-
-def test_threads_add_gate_and_up_of_other_groups_to_columns_of_their_own(
-    tmp_path: Path, rng: Rng
-) -> None:
-    columns, width, tokens, blas = 640, 64, 3, _Watched()
-    parts, values = [], []
-    for at, shape in enumerate(((width, 20, 32), (width, 5, 128), (columns, 2, 32))):
-        (folder := tmp_path / str(at)).mkdir()
-        rows, groups, size = shape
-        weights, matrix, exact = stored(folder, rng, rows, groups, 4, size, "symmetric")
-        by_threads = SideBySide(weights, Threads(2))
-        by_threads.blas = blas
-        parts.append(by_threads.part(matrix))
-        values.append(mx.array(exact.astype(np.float32)))
-    x, dy = normal(rng, tokens, columns), normal(rng, tokens, columns)
-
-    def oracle(x: mx.array) -> mx.array:
-        gate, up = x @ values[0].T, x @ values[1].T
-        return (gate * mx.sigmoid(gate) * up) @ values[2].T
-
-    alone = Besides(None, None, None)
-    mlp = ThreadedMlp(*parts, "silu", width)
-    found = mlp.backward(lines(x), lines(dy), [alone, alone], alone, wanted=True).dx
-    _, (dx,) = mx.vjp(oracle, [x], [dy])
-    close(found, dx)
-    first, second = blas.written.values()
-    assert not first & second
