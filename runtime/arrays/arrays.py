@@ -32,18 +32,6 @@ def view(x: mx.array) -> npt.NDArray[np.float32]:
     return np.asarray(x)
 
 
-def lines(x: mx.array) -> npt.NDArray[np.float32]:
-    """The values of x, evaluated, in rows that are contiguous: a copy only if they are not."""
-    return np.ascontiguousarray(view(x))
-
-
-def new_floats(*shape: int) -> mx.array:
-    """A float32 array of zeros, evaluated, whose memory can be changed."""
-    made = mx.zeros(shape)
-    mx.eval(made)
-    return made
-
-
 class Arrays(Protocol):
     """The operations on arrays that kernels need besides matrix products.
 

@@ -10,14 +10,12 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays, view
+from runtime.arrays.arrays import Arrays
 from runtime.arrays.dequantize import dense
 from runtime.arrays.packed_rows import Floats, PackedRows
 from runtime.arrays.products import Float32Products, Products
 from runtime.arrays.profile import Profile
-from runtime.arrays.side_by_side import Part, SideBySide
 from runtime.arrays.stored import Matrix
-from runtime.arrays.threads import ALONE, Threads
 from runtime.arrays.tiles import Input, ReadyTile
 from runtime.arrays.values import Move
 from runtime.arrays.weight_source import WeightSource
@@ -33,8 +31,7 @@ class Matrices:
     the offsets of the matrices whose tiles have all rows. Dequantized tiles are freed after use.
     With `materialize_blocks` they stay until `release`, so that a whole block is dequantized at
     once, as in the MeBP paper. Those in `materialized` stay for the whole run. Products are in
-    float32 unless others are given; those by `in_place` are with the packed weights in the map,
-    and by `side_by_side` all cores multiply whole matrices.
+    float32 unless others are given; those by `in_place` are with the packed weights in the map.
     """
 
     weights: WeightSource
@@ -47,7 +44,6 @@ class Matrices:
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
     other_products: Products | None = None
     in_place: PackedRows | None = None
-    side_by_side: SideBySide | None = None
     _of_block: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
@@ -74,17 +70,6 @@ class Matrices:
         assert self.in_place is not None, "the plan multiplies no weights where they lie"
         with self.profile.span("product in place"):
             return self.in_place.multiply(x, chosen)
-
-    @property
-    def threads(self) -> Threads:
-        """The threads that multiply side by side, which may do other work meanwhile."""
-        return ALONE if self.side_by_side is None else self.side_by_side.threads
-
-    def by_threads(self, matrix: Matrix) -> Part:
-        """A matrix of which threads take parts."""
-        assert self.side_by_side is not None
-        whole = self.materialized.get((matrix.packed.offset, 0, matrix.rows))
-        return self.side_by_side.part(matrix, None if whole is None else view(whole.values))
 
     @cached_property
     def products(self) -> Products:
@@ -115,23 +100,11 @@ class Matrices:
                         tile = self._ready(matrix, start, stop, self.by_columns(matrix))
                         self.materialized[matrix.packed.offset, start, stop] = tile
             return
-        if self.side_by_side is not None:
-            self._materialize_whole(chosen)
-            return
         places = [(matrix, *part) for matrix in chosen for part in self.ranges(matrix)]
         empty = [ReadyTile.empty(*self._shape(*place), self.products) for place in places]
         for (matrix, start, stop), tile in zip(places, empty, strict=True):
             tile.fill(self._ready(matrix, start, stop, self.by_columns(matrix)), self.arrays)
             self.materialized[matrix.packed.offset, start, stop] = tile
-
-    def _materialize_whole(self, chosen: Iterable[Matrix]) -> None:
-        """Dequantize matrices with their shifts, each as one tile, of which threads take parts."""
-        matrices = [*chosen]
-        empty = [self.products.empty(matrix.rows, matrix.columns) for matrix in matrices]
-        for matrix, values in zip(matrices, empty, strict=True):
-            self.by_threads(matrix).fill(view(values))
-            tile = ReadyTile(matrix, self.products, None, values, None)
-            self.materialized[matrix.packed.offset, 0, matrix.rows] = tile
 
     def by_columns(self, matrix: Matrix) -> bool:
         """Whether tiles of a matrix have all rows, and a range of columns."""

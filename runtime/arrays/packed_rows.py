@@ -110,9 +110,6 @@ class Mapped(Protocol):
     def stored(self, matrix: Matrix) -> Stored:
         """A whole matrix where it lies."""
 
-    def drop(self, matrix: Matrix, start: int, stop: int) -> None:
-        """Drop the pages of rows of a matrix from this process."""
-
 
 class PackedRows:
     """The compiled products, by so many threads.

@@ -8,7 +8,6 @@ import msgspec
 
 ALIGNMENT = 64
 PAGE = 16384  # macOS arm64 pages; a multiple of Linux's
-BLOCK_ROWS, BLOCK_COLUMNS = 512, 256  # that a thread of `arrays.side_by_side` takes at once
 DRAWN = 32  # columns of a matrix's input whose dropout is drawn together
 ITEM_BYTES = {"uint32": 4, "float32": 4, "float16": 2, "bfloat16": 2}
 FLOAT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}

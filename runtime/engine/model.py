@@ -16,7 +16,6 @@ from runtime.arrays.matrices import Matrices, Place
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.products import products_for
 from runtime.arrays.profile import Profile
-from runtime.arrays.side_by_side import SideBySide
 from runtime.arrays.stored import Block, Matrix
 from runtime.arrays.tiles import ReadyTile
 from runtime.arrays.values import Gradients, Loras, Values, move_of
@@ -28,7 +27,6 @@ from runtime.machine.backend import load_onednn
 from runtime.operations.attention import STARTS
 from runtime.operations.base import Operation
 from runtime.operations.embedding_kernel import LOOKED_UP, POSITIONS, TOKENS
-from runtime.operations.head import rows_of_thread
 from runtime.operations.head_kernel import HeadKernel, HeadResult, Targets
 from runtime.operations.kernel import Tools
 from runtime.operations.logits_kernel import LogitsKernel, Shaping
@@ -47,7 +45,7 @@ class Model:
 
     `materialized` holds the tiles that stay dequantized. Several models (of other buckets) may
     share it, as they share `graphs`. `in_place` multiplies decoded tokens by weights where they
-    lie, and `side_by_side` whole rows by them on all cores.
+    lie.
     """
 
     bundle: Bundle
@@ -57,7 +55,6 @@ class Model:
     profile: Profile = field(default_factory=Profile)
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
     in_place: PackedRows | None = None
-    side_by_side: SideBySide | None = None
 
     @property
     def bucket(self) -> int:
@@ -88,7 +85,6 @@ class Model:
             self.materialized,
             products_for(execution.compute_dtype, arrays, library),
             self.in_place,
-            self.side_by_side,
         )
 
     @property
@@ -346,9 +342,7 @@ class Model:
     ) -> list[HeadResult]:
         """Losses of hidden states h (N, D) against targets (N,), in one pass for all lanes."""
         backward = None if self.exact_matrices is self.matrices else self.matrices.products
-        execution = self.lowered.execution
-        rows = rows_of_thread(execution)
-        kernel = HeadKernel(self.exact_matrices, execution.chunk_rows, backward, rows)
+        kernel = HeadKernel(self.exact_matrices, self.lowered.execution.chunk_rows, backward)
         with self.profile.span("head"):
             loras = loras or [{}] * len(hs)
             moves = [move_of(of_lane) for of_lane in loras]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.core.errors import UsageError
-from runtime.machine import footprint, onednn, openblas
+from runtime.machine import footprint, onednn
 from runtime.machine.cgroup import memory_limit_bytes
 from runtime.machine.compute_dtype import choose
 from runtime.machine.footprint import read_footprint
@@ -149,9 +149,14 @@ def _dlopen(path: str) -> bool:
 def blas_threads() -> int:
     """The number of threads of the loaded OpenBLAS; 1 for another BLAS.
 
-    Where oneDNN or our own threads multiply, OpenBLAS has one, and they are as many as it had.
+    Where oneDNN multiplies, OpenBLAS has one, and oneDNN as many as OpenBLAS had.
     """
-    return openblas.threads()
+    if (library := onednn.loaded()) is not None:
+        return library.threads
+    libraries = ctypes.CDLL(None)
+    if not hasattr(libraries, "openblas_get_num_threads"):
+        return 1
+    return max(1, int(libraries.openblas_get_num_threads()))
 
 
 def arithmetic(of_options: bool = True) -> dict[str, str]:

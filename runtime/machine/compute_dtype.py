@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.core.errors import UsageError
-from runtime.machine.onednn import OPTION, OneDnn
-from runtime.machine.openblas import use_one
+from runtime.machine.onednn import OPTION, OneDnn, share_cores
 
 FASTER = 1.15  # times the rate of float32, from which on `auto` takes bfloat16
 TOKENS, COLUMNS, ROWS = 256, 896, 256  # of a product that is measured: one slice of a small model
@@ -82,9 +81,9 @@ def measure(library: OneDnn) -> Rates:
     x, w, y = (np.ones(shape) for shape in ((TOKENS, COLUMNS), (ROWS, COLUMNS), (TOKENS, ROWS)))
     floats = mx.array(x), mx.array(w)
     bits, sums = [values.astype(np.uint16) for values in (x, w)], y.astype(np.float32)
-    use_one(False)
+    share_cores(False)
     float32 = _rate(lambda: mx.eval(floats[0] @ floats[1].T))
-    use_one(True)
+    share_cores(True)
     return Rates(float32, _rate(lambda: library.multiply(bits[0], bits[1].T, sums, add=True)))
 
 

@@ -53,8 +53,7 @@ class Execution:
     `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
     floating point are multiplied a tile at a time, on every device. Products are computed in
     `compute_dtype`, "float32" or "bfloat16"; with `in_place` decoded tokens are multiplied by
-    the packed weights where they lie in the map. With several `threads` each multiplies by parts
-    of matrices.
+    the packed weights where they lie in the map.
     """
 
     tables: Tables
@@ -71,7 +70,6 @@ class Execution:
     evaluation: Evaluation = "part"
     compute_dtype: str = "float32"
     in_place: bool = False
-    threads: int = 1
 
     @property
     def by_onednn(self) -> bool:

@@ -28,6 +28,4 @@ class Gated(Function, frozen=True):
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """A chunk of scratch, and the gradients that are computed but not wanted."""
         made = self.inputs if call.backward else self.outputs
-        return execution.threads * SCRATCH_BYTES + (len(made) - len(call.wanted)) * call.bytes_of(
-            self.outputs[0]
-        )
+        return SCRATCH_BYTES + (len(made) - len(call.wanted)) * call.bytes_of(self.outputs[0])

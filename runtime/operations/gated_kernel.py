@@ -9,16 +9,14 @@ vector code. It works in chunks, so that intermediate values stay in the process
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import quiet, view
-from runtime.arrays.threads import ALONE, Threads
 from runtime.arrays.values import Gradients, Loras, Values
 from runtime.operations.gated import CHUNK_VALUES, Gated
 from runtime.operations.kernel import Run, Tools
@@ -32,16 +30,16 @@ _LIMITS = {"clamped": 7.0}  # of gate and up, which has 1 added to it then
 Floats = npt.NDArray[np.float32]
 
 
-def gated(activation: str, gate: mx.array, up: mx.array, threads: Threads = ALONE) -> mx.array:
+def gated(activation: str, gate: mx.array, up: mx.array) -> mx.array:
     """f(gate) * up, evaluated, of float32 arrays of one shape."""
     (y,) = _made(gate, 1)
-    _by_threads(threads, partial(put_gated, activation), gate, up, y)
+    gate_into(activation, gate, up, y)
     return y
 
 
 @quiet
-def put_gated(activation: str, gate: Floats, up: Floats, y: Floats) -> None:
-    """f(gate) * up (n,) in y, which may be one of them."""
+def gate_into(activation: str, gate: mx.array, up: mx.array, y: mx.array) -> None:
+    """`gated` in y, of MLX's arrays or of NumPy's."""
     for g, u, part, s, t in _chunks(gate, up, y):
         _logistic(activation, g, s, t)
         np.multiply(g, s, out=part)
@@ -49,19 +47,23 @@ def put_gated(activation: str, gate: Floats, up: Floats, y: Floats) -> None:
 
 
 def gated_vjp(
-    activation: str, gate: mx.array, up: mx.array, dy: mx.array, threads: Threads = ALONE
+    activation: str, gate: mx.array, up: mx.array, dy: mx.array
 ) -> tuple[mx.array, mx.array]:
     """The gradients of gate and up, evaluated, from that of f(gate) * up."""
     d_gate, d_up = _made(gate, 2)
-    _by_threads(threads, partial(put_gated_vjp, activation), gate, up, dy, d_gate, d_up)
+    _gate_vjp(activation, gate, up, dy, d_gate, d_up)
     return d_gate, d_up
 
 
 @quiet
-def put_gated_vjp(
-    activation: str, gate: Floats, up: Floats, dy: Floats, d_gate: Floats, d_up: Floats
+def _gate_vjp(
+    activation: str,
+    gate: mx.array,
+    up: mx.array,
+    dy: mx.array,
+    d_gate: mx.array,
+    d_up: mx.array,
 ) -> None:
-    """The gradients (n,) of gate and up, in other arrays."""
     first, second = CURVES[activation]
     for g, u, d, dg, du, s, t in _chunks(gate, up, dy, d_gate, d_up):
         _logistic(activation, g, s, t)
@@ -134,19 +136,9 @@ def _made(like: mx.array, count: int) -> list[mx.array]:
     return made
 
 
-def _by_threads(threads: Threads, work: Callable[..., None], *arrays: mx.array) -> None:
-    """Call it with a part of each array in each thread."""
+def _chunks(*arrays: mx.array) -> Iterator[tuple[Floats, ...]]:
+    """The same chunk of each array, where it lies, and two of scratch."""
     flat = [view(array).reshape(-1) for array in arrays]
-
-    def task(number: int) -> None:
-        part = threads.part(number, flat[0].size)
-        work(*(values[part] for values in flat))
-
-    threads.run(task)
-
-
-def _chunks(*flat: Floats) -> Iterator[tuple[Floats, ...]]:
-    """The same chunk of each array (n,), where it lies, and two of scratch."""
     scratch = [np.empty(min(CHUNK_VALUES, flat[0].size), np.float32) for _ in range(2)]
     for start in range(0, flat[0].size, CHUNK_VALUES):
         parts = [values[start : start + CHUNK_VALUES] for values in flat]
@@ -163,13 +155,12 @@ class GatedKernel:
         operation = run.operation(Gated)
         for values in lanes:
             gate, up = (values[name] for name in operation.inputs)
-            threads = self.tools.matrices.threads
-            values[operation.outputs[0]] = gated(operation.activation, gate, up, threads)
+            values[operation.outputs[0]] = gated(operation.activation, gate, up)
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
         operation = run.operation(Gated)
         gate, up = (values[name] for name in operation.inputs)
         dy = values[f"~{operation.outputs[0]}"]
-        d_inputs = gated_vjp(operation.activation, gate, up, dy, self.tools.matrices.threads)
+        d_inputs = gated_vjp(operation.activation, gate, up, dy)
         results = dict(zip(operation.inputs, d_inputs, strict=True))
         return {name: results[name] for name in run.instruction.wanted}

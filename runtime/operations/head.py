@@ -12,8 +12,6 @@ from runtime.operations.linear import split_bytes
 from runtime.operations.logits import Logits, bias_of, check_cap
 from runtime.operations.values import F32, Shape, T
 
-MOST_ROWS = 256  # of the vocabulary that a thread takes at once
-
 
 class Head(Operation, frozen=True):
     """The loss of the logits h W^T, for h (1, T, D), against targets; it ends the last block.
@@ -65,9 +63,6 @@ class Head(Operation, frozen=True):
             return self._evaluated_bytes(h, call, execution)
         matrix = execution.tables.matrices[self.matrix]
         gradient = h if call.backward else 0
-        if execution.threads > 1:
-            sums = execution.threads * gradient
-            return call.lanes * (2 * h + sums) + gradient + self._bytes_of_threads(call, execution)
         # h, also as it is multiplied, and the rows of the targets
         waiting = call.lanes * (2 * h + execution.rounded_bytes(h // F32))
         values = execution.chunk_rows * matrix.columns
@@ -77,12 +72,6 @@ class Head(Operation, frozen=True):
         if call.backward:
             scoring += execution.rounded_bytes(logits_bytes(execution) // F32)
         return waiting + gradient + max(dequantizing, scoring)
-
-    def _bytes_of_threads(self, call: Call, execution: Execution) -> int:
-        """A tile of each thread, and its logits, with their slopes where they are capped."""
-        matrix, rows = execution.tables.matrices[self.matrix], rows_of_thread(execution)
-        values = 2 if call.backward and self.cap is not None else 1
-        return execution.threads * rows * (matrix.columns + values * call.tokens) * F32
 
     def _slope_bytes(self, call: Call, execution: Execution) -> int:
         """The slopes of capped logits, which stay until the exponentials are multiplied by them."""
@@ -107,10 +96,6 @@ class Head(Operation, frozen=True):
     def streamed(self, execution: Execution) -> tuple[int, int]:
         """Bytes of a vocabulary chunk's logits, and of the chunk and its logits together."""
         matrix = execution.tables.matrices[self.matrix]
-        if execution.threads > 1:
-            rows = execution.threads * rows_of_thread(execution)
-            logits = rows * execution.bucket * F32
-            return logits, logits + rows * matrix.columns * F32
         logits = logits_bytes(execution)
         return logits, scoring_bytes(matrix, execution) + (0 if self.cap is None else logits)
 
@@ -130,11 +115,6 @@ class Head(Operation, frozen=True):
     def describe(self, values: Mapping[str, Shape]) -> str:
         cap = "" if self.cap is None else f" (cap {self.cap:g})"
         return f"head {self.matrix}{cap}"
-
-
-def rows_of_thread(execution: Execution) -> int:
-    """The rows of the vocabulary that each of several threads takes at once."""
-    return min(MOST_ROWS, max(1, execution.chunk_rows // execution.threads))
 
 
 def logits_bytes(execution: Execution) -> int:

@@ -28,14 +28,12 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays, lines, row_sums, view
+from runtime.arrays.arrays import Arrays, row_sums
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.products import Products
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, ReadyTile, RowSum
 from runtime.arrays.values import Lora, Move
-from runtime.operations import head_threads
-from runtime.operations.head_threads import Running
 from runtime.operations.logits_kernel import Shaping
 
 Targets = npt.NDArray[np.int64]
@@ -103,20 +101,6 @@ class _Lane:
                 self.adapted = part if self.adapted is None else self.adapted * fade + part
                 self.arrays.settle(self.adapted)
         self.arrays.settle(self.best, self.total)
-
-    def running(self, gradient: bool) -> Running:
-        """The state of a thread that has seen no logits yet."""
-        bias = None if self.shaping.bias is None else view(self.shaping.bias)
-        predicted = self.predicted is not None
-        return Running.of(lines(self.given.x), bias, self.shaping.cap, gradient, predicted)
-
-    def take(self, seen: Running) -> None:
-        """Take over what threads have seen of all logits."""
-        self.best, self.total = mx.array(seen.best), mx.array(seen.total)
-        if seen.weighted is not None:
-            self.weighted.total = mx.array(seen.weighted)
-        if seen.predicted is not None:
-            self.predicted = mx.array(seen.predicted)
 
     @property
     def state(self) -> list[mx.array]:
@@ -191,7 +175,6 @@ class HeadKernel:
     matrices: Matrices
     chunk_rows: int
     backward: Products | None = None
-    thread_rows: int = 1  # that each of several threads takes at once
 
     def run(
         self,
@@ -215,10 +198,6 @@ class HeadKernel:
             self._lane(h, of_lane, matrix, predictions, move, shaping)
             for h, of_lane, move, shaping in zip(hs, targets, moves, shapings, strict=True)
         ]
-        plain = all(move is None for move in moves) and all(each.lora is None for each in shapings)
-        if self.matrices.side_by_side is not None and plain:
-            self._by_threads(lanes, matrix, gradient)
-            return [lane.result(gradient, self.matrices.products) for lane in lanes]
         for start in range(0, matrix.rows, self.chunk_rows):
             stop = min(matrix.rows, start + self.chunk_rows)
             for chunk, seeing in self.matrices.as_seen(matrix, start, stop, moves):
@@ -230,13 +209,6 @@ class HeadKernel:
         results = [lane.result(gradient, products) for lane in lanes]
         arrays.finish([[result.loss, result.dh] for result in results])
         return results
-
-    def _by_threads(self, lanes: Sequence[_Lane], matrix: Matrix, gradient: bool) -> None:
-        """Pass over the matrix by threads."""
-        part = self.matrices.by_threads(matrix)
-        states = [[lane.running(gradient) for _ in range(part.threads.count)] for lane in lanes]
-        for lane, seen in zip(lanes, head_threads.run(part, states, self.thread_rows), strict=True):
-            lane.take(seen)
 
     def adapter_gradients(
         self,

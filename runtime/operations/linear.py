@@ -77,11 +77,9 @@ class Linear(Operation, frozen=True):
             linear for linear in self.linears if call.backward or linear.output in call.wanted
         ]
         tables, tensor = execution.tables, call.tensor
-        columns = tables.matrices[tensor(chosen[0].name)].columns
-        summed = call.tokens * columns * F32 if call.backward and len(chosen) > 1 else 0
-        if execution.threads > 1:  # which have memory of their own
-            return summed + 2 * call.lanes * call.tokens * execution.rank * F32
         if call.backward:
+            columns = tables.matrices[tensor(chosen[0].name)].columns
+            summed = call.tokens * columns * F32 if len(chosen) > 1 else 0
             return summed + max(_backward(linear.name, call, execution) for linear in chosen)
         return max(_forward(linear.name, call, execution) for linear in chosen)
 

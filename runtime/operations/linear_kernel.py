@@ -13,15 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import mlx.core as mx
-import numpy as np
 
-from runtime.arrays.arrays import lines, new_floats, view
 from runtime.arrays.dropout import DropoutMask
 from runtime.arrays.matrices import Matrices
-from runtime.arrays.side_by_side import Floats, Part
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, RowSum
 from runtime.arrays.values import Gradients, Lora, Loras, Move, Values, accumulate, move_of
@@ -53,8 +49,6 @@ class LoraProducts:
 
         `moves` say how each moves the matrix itself; without them none does.
         """
-        if self._side_by_side(moves):
-            return self._forward_by_threads(xs, matrix, biases, loras)
         outputs = self._products(xs, matrix, moves or [None] * len(xs))
         results = []
         for x, bias, lora in zip(xs, biases, loras, strict=True):
@@ -100,73 +94,6 @@ class LoraProducts:
                     tile.put_product(inputs[lane], outputs[lane], slice(start, stop))
                 del tile
         return outputs
-
-    def _side_by_side(self, moves: Sequence[Move | None]) -> bool:
-        return self.matrices.side_by_side is not None and all(move is None for move in moves)
-
-    def _forward_by_threads(
-        self,
-        xs: Sequence[mx.array],
-        matrix: Matrix,
-        biases: Sequence[mx.array | None],
-        loras: Sequence[Lora | None],
-    ) -> list[mx.array]:
-        """`forward_lanes` by threads that each take some rows of the matrix."""
-        part = self.matrices.by_threads(matrix)
-        for x, lora in zip(xs, loras, strict=True):
-            if lora is not None and lora.observer is not None:
-                lora.observer(x)
-        results = [new_floats(x.shape[0], matrix.rows) for x in xs]
-        given, ys = [*map(lines, xs)], [*map(view, results)]
-        besides = [
-            None if lora is None else (_Adapted.of(x, lora, part).through_a, lines(lora.b))
-            for x, lora in zip(xs, loras, strict=True)
-        ]
-        vectors = [None if bias is None else view(bias) for bias in biases]
-
-        def task(number: int) -> None:
-            rows = part.rows_of(number)
-            part.put_by_columns(number, given, ys, rows, part.columns)
-            for y, bias, adapter in zip(ys, vectors, besides, strict=True):
-                if bias is not None:
-                    np.add(y[:, rows], bias[rows], out=y[:, rows])
-                if adapter is not None:
-                    through_a, b = adapter
-                    part.blas.multiply(through_a, b[:, rows], y[:, rows], add=True)
-
-        part.threads.run(task)
-        return results
-
-    def backward_by_threads(
-        self, x: mx.array | None, dy: mx.array, matrix: Matrix, lora: Lora | None, wanted: bool
-    ) -> tuple[mx.array | None, tuple[mx.array, mx.array] | None]:
-        """dx (T, C) if it is wanted, and dA and dB if there is an adapter, by threads.
-
-        Each takes some columns of the matrix, for dB some of its rows. x is the adapter's input.
-        """
-        part, given = self.matrices.by_threads(matrix), lines(dy)
-        dx = new_floats(dy.shape[0], matrix.columns) if wanted else None
-        adapted, pair = None, None
-        if lora is not None and x is not None:
-            adapted = _Adapted.of(x, lora, part)
-            pair = new_floats(*lora.a.shape), new_floats(*lora.b.shape)
-            through_a, through_b = adapted.through_a, adapted.through_b(given)
-
-        def task(number: int) -> None:
-            columns, rows = part.columns_of(number), part.rows_of(number)
-            if dx is not None:
-                part.put_by_rows(number, given, view(dx), part.rows, columns)
-            if adapted is None or pair is None:
-                return
-            da, db = map(view, pair)
-            if dx is not None:
-                of_columns = view(dx)[:, columns]
-                part.blas.multiply(through_b, adapted.a[columns].T, of_columns, add=True)
-            part.blas.multiply(adapted.x[:, columns].T, through_b, da[columns])
-            part.blas.multiply(through_a.T, given[:, rows], db[:, rows])
-
-        part.threads.run(task)
-        return dx, pair
 
     def _sums(self, xs: Sequence[mx.array], matrix: Matrix) -> list[mx.array]:
         """x W^T of every x, where tiles are columns: the sum of the products with all of them."""
@@ -257,48 +184,6 @@ class LoraProducts:
 
 
 @dataclass(frozen=True)
-class _Adapted:
-    """An adapter and its input x (T, C), as threads take them."""
-
-    lora: Lora
-    x: Floats
-    part: Part
-
-    @classmethod
-    def of(cls, x: mx.array, lora: Lora, part: Part) -> _Adapted:
-        return cls(lora, lines(x), part)
-
-    @cached_property
-    def through_a(self) -> Floats:
-        """s x A (T, r)."""
-        return self._through(self.x, self.a)
-
-    def through_b(self, dy: Floats) -> Floats:
-        """s dy B^T (T, r) of dy (T, R)."""
-        return self._through(dy, self.b.T)
-
-    @property
-    def a(self) -> Floats:
-        return lines(self.lora.a)
-
-    @property
-    def b(self) -> Floats:
-        return lines(self.lora.b)
-
-    def _through(self, x: Floats, factor: Floats) -> Floats:
-        """s times x (T, n) times a factor (n, r); each thread takes some tokens."""
-        made, threads = np.empty((len(x), factor.shape[1]), np.float32), self.part.threads
-
-        def task(number: int) -> None:
-            tokens = threads.part(number, len(x))
-            self.part.blas.multiply(x[tokens], factor, made[tokens])
-
-        threads.run(task)
-        made *= np.float32(self.lora.scale)
-        return made
-
-
-@dataclass(frozen=True)
 class LinearKernel:
     """The products of one value with the matrices of a `Linear` operation."""
 
@@ -344,19 +229,6 @@ class LinearKernel:
                 continue  # not adapted, and no adapter lies before it
             dy = received.squeeze(0)
             lora = loras.get(linear.name)
-            if self.tools.matrices.side_by_side is not None:
-                matrix, wanted = (
-                    self.tools.stored[run.block.tensor(linear.name)],
-                    bool(run.instruction.wanted),
-                )
-                given = None if lora is None else values[source].squeeze(0)
-                part, fresh = products.backward_by_threads(given, dy, matrix, lora, wanted)
-                if fresh is not None:
-                    accumulate(gradients, {linear.name: fresh}, arrays)
-                if part is not None:
-                    total = part if total is None else arrays.sum(total, part)
-                del dy, received, part
-                continue
             mask = None
             if lora is not None:
                 x = values[source].squeeze(0).astype(mx.float32) if x is None else x

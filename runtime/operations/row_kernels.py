@@ -19,7 +19,7 @@ from runtime.operations.base import Operation
 from runtime.operations.cached_attention_kernel import hidden, ring_positions
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.gated import Gated
-from runtime.operations.gated_kernel import put_gated
+from runtime.operations.gated_kernel import gate_into
 from runtime.operations.kernel import Kernel, Run, Tools
 from runtime.operations.linear import Linear
 from runtime.operations.placed import Placed
@@ -93,7 +93,7 @@ class RowGated(RowKernel):
         operation = run.operation(Gated)
         gate, up = (np.asarray(values[name]) for name in operation.inputs)
         y: Any = np.empty(gate.shape, np.float32)
-        put_gated(operation.activation, gate.ravel(), up.ravel(), y.ravel())
+        gate_into(operation.activation, gate, up, y)
         values[operation.outputs[0]] = y
 
 

@@ -81,8 +81,6 @@ class SlicedMlp(Function, frozen=True):
         summed = given + RANKS * tokens * execution.rank * F32
         if tokens < call.tokens:
             summed += tokens * down.rows * F32  # the part of the result
-        if execution.threads > 1:
-            return self._bytes_by_threads(call, execution, gate, down)
         of_down = tile_most(down, down.rows * width, execution)
         if not call.backward:
             of_gate = max(
@@ -104,21 +102,6 @@ class SlicedMlp(Function, frozen=True):
         held += execution.rounded_bytes(tokens * (down.rows + width))  # of dy, and of a slice's
         part = inputs if call.wanted and tokens < call.tokens else 0  # of the result
         return summed + held + part
-
-    def _bytes_by_threads(
-        self, call: Call, execution: Execution, gate: Matrix, down: Matrix
-    ) -> int:
-        """Sums of rank r of each thread, and its values of a slice."""
-        threads, tokens = execution.threads, tokens_at_once(call.tokens)
-        width = self.width(call.tensor, execution, call.backward)
-        value, rank = tokens * width * F32, tokens * execution.rank * F32
-        columns = gate.columns if call.backward else down.rows
-        part = tokens * columns * F32 if tokens < call.tokens else 0  # of the result
-        sums = part + threads * RANKS * rank
-        if call.backward:
-            return sums + threads * (5 * value + SCRATCH_BYTES)
-        observed = tokens * down.columns * F32 if call.observed else 0
-        return call.lanes * sums + threads * (2 * call.lanes * value + SCRATCH_BYTES) + observed
 
     def width(self, tensor: Callable[[str], str], execution: Execution, backward: bool) -> int:
         """How many columns of its width it takes at once."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from runtime.arrays.arrays import Arrays, lines, view
+from runtime.arrays.arrays import Arrays
 from runtime.arrays.dropout import DropoutMask
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.stored import Matrix
@@ -30,7 +30,6 @@ from runtime.operations.kernel import Run, Tools
 from runtime.operations.linear import Product
 from runtime.operations.linear_kernel import LoraProducts
 from runtime.operations.sliced_mlp import MOST_TOKENS, SlicedMlp, token_parts
-from runtime.operations.sliced_mlp_threads import Besides, ThreadedMlp, viewed
 from runtime.operations.values import gradient_of
 
 
@@ -61,13 +60,6 @@ class _Into:
     given: Input
     bias: mx.array | None
     adapter: _IntoAdapter | None
-
-    @property
-    def besides(self) -> Besides:
-        """The same as threads take it."""
-        if self.adapter is None:
-            return Besides(viewed(self.bias), None, None)
-        return Besides(viewed(self.bias), self.adapter.lora, viewed(self.adapter.through_a))
 
     def forward(self, tile: ReadyTile, columns: slice, arrays: Arrays) -> mx.array:
         """The values (T, w) of a slice, without the activation."""
@@ -131,8 +123,6 @@ class SlicedMlpKernel:
         tokens = xs[0].shape[0]
         intos = [mlp.into(x, lora) for x, lora in zip(xs, loras, strict=True)]
         downs = [mlp.down_adapter(tokens, lora) for lora in loras]
-        if matrices.side_by_side is not None:
-            return self._forward_by_threads(mlp, xs, loras, intos, downs)
         ys = [mx.zeros((tokens, mlp.down.rows)) for _ in xs]
         observed = [mlp.observed(tokens, lora) for lora in loras]
         arrays.settle(ys, observed)
@@ -162,30 +152,6 @@ class SlicedMlpKernel:
             for lora, adapter, seen in zip(loras, downs, observed, strict=True)
         ]
 
-    def _forward_by_threads(
-        self,
-        mlp: _Mlp,
-        xs: Sequence[mx.array],
-        loras: Sequence[Loras],
-        intos: Sequence[Sequence[_Into]],
-        downs: Sequence[_DownAdapter | None],
-    ) -> list[mx.array]:
-        """The same by threads."""
-        observed = [mlp.observed(xs[0].shape[0], lora) for lora in loras]
-        ys, sums = mlp.by_threads(backward=False).forward(
-            [*map(lines, xs)],
-            [[one.besides for one in into] for into in intos],
-            [None if adapter is None else adapter.lora for adapter in downs],
-            [None if seen is None else view(seen) for seen in observed],
-        )
-        for adapter, through_a in zip(downs, sums, strict=True):
-            if adapter is not None and through_a is not None:
-                adapter.through_a = through_a
-        return [
-            mlp.finished(ys.pop(0), lora, adapter, seen)
-            for lora, adapter, seen in zip(loras, downs, observed, strict=True)
-        ]
-
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
         operation, mlp = run.operation(SlicedMlp), _Mlp(run, self.tools)
         (source,), (result,) = operation.inputs, operation.outputs
@@ -209,8 +175,6 @@ class SlicedMlpKernel:
         """dx (T, C) of x (T, C) and dy (T, D), if it is wanted; adds to the gradients."""
         wanted, arrays, matrices = bool(mlp.run.instruction.wanted), mlp.tools.arrays, mlp.matrices
         into, down = mlp.into(x, loras), _DownBackward.of(mlp, dy, loras)
-        if matrices.side_by_side is not None:
-            return self._backward_by_threads(mlp, x, into, down, gradients)
         dx = RowSum(arrays)
         for columns in mlp.slices(backward=True):
             start, stop = columns.start, columns.stop
@@ -232,33 +196,6 @@ class SlicedMlpKernel:
         del dy, down
         mlp.finish_adapters(x, into, gradients)
         return mlp.finished_input(into, dx.result()) if wanted else None
-
-    def _backward_by_threads(
-        self,
-        mlp: _Mlp,
-        x: mx.array,
-        into: Sequence[_Into],
-        down: _DownBackward,
-        gradients: Gradients,
-    ) -> mx.array | None:
-        """The same by threads."""
-        wanted, adapter = bool(mlp.run.instruction.wanted), down.adapter
-        sums = mlp.by_threads(backward=True).backward(
-            lines(x),
-            lines(down.dy.x),
-            [one.besides for one in into],
-            Besides(None, None if adapter is None else adapter.lora, viewed(down.through_b)),
-            wanted,
-        )
-        if adapter is not None and sums.through_a is not None:
-            adapter.through_a, down.d_a = sums.through_a, sums.d_a
-        for one, through_b, d_b in zip(into, sums.through_bs, sums.d_bs, strict=True):
-            if one.adapter is not None and through_b is not None:
-                one.adapter.through_b = through_b * one.adapter.lora.scale
-                one.adapter.d_b = d_b
-        down.finish(gradients)
-        mlp.finish_adapters(x, into, gradients)
-        return mlp.finished_input(into, sums.dx) if sums.dx is not None else None
 
 
 @dataclass
@@ -302,12 +239,6 @@ class _Mlp:
         step = self.operation.width(self.run.block.tensor, self.tools.execution, backward)
         for start in range(0, whole, step):
             yield slice(start, min(whole, start + step))
-
-    def by_threads(self, backward: bool) -> ThreadedMlp:
-        """The MLP as threads compute it."""
-        gate, up, down = map(self.matrices.by_threads, (*self.gate_up, self.down))
-        width = self.operation.width(self.run.block.tensor, self.tools.execution, backward)
-        return ThreadedMlp(gate, up, down, self.operation.gated.activation, width)
 
     def into(self, x: mx.array, loras: Loras) -> list[_Into]:
         """The products of x (T, C) with gate and up, of which nothing is computed yet."""

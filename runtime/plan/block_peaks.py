@@ -481,8 +481,6 @@ class PeakModel:
     def _tile_at_peak(self) -> int:
         """Bytes of the largest tile; where MLPs are sliced backward, of one of theirs."""
         execution = self.execution
-        if execution.threads > 1:
-            return 0
         if not (self.demand.backward and execution.slice_columns):
             return self.largest_tile_bytes
         return max(

@@ -16,12 +16,6 @@ OPERATION_S = 1 / 290e9  # of a product
 EDGE = 20  # a product with n rows, columns or tokens takes as long as one with n + EDGE
 DEQUANTIZED_S = 0.9e-9  # a value
 READ_S = 0.35e-9  # a byte
-# Of each of several threads that multiply side by side: of a product, and a value, read and
-# dequantized for each product
-THREAD_OPERATION_S, THREAD_VALUE_S = 1 / 138e9, 1.1e-9
-HIDDEN_S = (
-    85e-9  # a value of hidden states in a layer, forward: all that is no product with weights
-)
 TILE_S = 150e-6  # what waits between the products with two tiles
 QUERIES_S = 800e-6  # the same of a block of queries, forward or backward
 
@@ -41,28 +35,23 @@ def seconds(
         stays, keeps = index < materialized, index >= len(layers) - kept
         key = (layer.alike, stays, keeps)
         if key not in known:
-            of_layer = _passes(layer, execution, backward, keeps)
-            known[key] = _layer_seconds(of_layer, execution, lanes, stays)
+            passes = _passes(layer, execution, backward, keeps)
+            known[key] = _layer_seconds(passes, execution.bucket, 0 if stays else 1 / lanes)
         total += known[key]
     blocks = -(-execution.bucket // execution.attention_block)
-    passes = 3 if backward else 1  # a backward pass takes twice as long
-    total += len(layers) * execution.bucket * execution.tables.hidden_size * HIDDEN_S * passes
     total += len(layers) * blocks * QUERIES_S * (2 if backward else 1)
     return total + _head_seconds(model, backward, lanes)
 
 
 def _layer_seconds(
-    passes: Iterator[tuple[Matrix, int, int, float]], execution: Execution, lanes: int, stays: bool
+    passes: Iterator[tuple[Matrix, int, int, float]], tokens: int, loading: float
 ) -> float:
-    """The products with a layer's matrices, which `stays` says are dequantized already."""
+    """The products with a layer's matrices, and a share `loading` of reading and dequantizing."""
     total = 0.0
     for matrix, height, width, products in passes:
-        if execution.threads > 1:
-            total += _seconds_of_threads(matrix, products, execution, lanes, stays)
-            continue
         tiles = matrix.rows * matrix.columns / (height * width)
-        total += _product_seconds(execution.bucket, height, width, products) * tiles
-        total += 0.0 if stays else _loading_seconds(matrix) / lanes
+        total += _product_seconds(tokens, height, width, products) * tiles
+        total += _loading_seconds(matrix) * loading
     return total
 
 
@@ -88,23 +77,10 @@ def _head_seconds(model: LoweredModel, backward: bool, lanes: int) -> float:
     total = 0.0
     for name in last.head.multiplied(last.block.tensor):
         matrix = execution.tables.matrices[name]
-        if execution.threads > 1:
-            products = 2 if backward else 1
-            total += _seconds_of_threads(matrix, products, execution, lanes * products)
-            continue
         height = min(matrix.rows, execution.chunk_rows)
         chunk = _product_seconds(execution.bucket, height, matrix.columns, 2 if backward else 1)
         total += chunk * matrix.rows / height + _loading_seconds(matrix) / lanes
     return total
-
-
-def _seconds_of_threads(
-    matrix: Matrix, products: float, execution: Execution, lanes: int, stays: bool = False
-) -> float:
-    """Products with a whole matrix, which is dequantized for each of them unless it stays so."""
-    operations = 2.0 * (execution.bucket + EDGE) * THREAD_OPERATION_S
-    value = operations + (0.0 if stays else THREAD_VALUE_S / lanes)
-    return products * matrix.rows * matrix.columns * value / execution.threads
 
 
 def _product_seconds(tokens: int, height: int, width: int, products: float) -> float:

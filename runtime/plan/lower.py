@@ -157,7 +157,6 @@ def lower(
     packed: bool,
     context: int = 0,
     compute_dtype: str = "float32",
-    threads: int = 1,
     blocks: tuple[LoweredBlock, ...] = (),
 ) -> LoweredModel:
     """The lowered programs of all blocks at a sequence bucket.
@@ -171,7 +170,7 @@ def lower(
     tiles: that takes less time than to dequantize them for it.
     """
     blocks = blocks or lower_blocks(manifest, sizes, context)
-    widths = _slice_widths(manifest, blocks, sizes, threads)
+    widths = _slice_widths(manifest, blocks, sizes)
     execution = Execution(
         manifest.tables,
         bucket,
@@ -187,7 +186,6 @@ def lower(
         sizes.evaluation,
         compute_dtype,
         sizes.in_place,
-        threads,
     )
     first = manifest.first_adapted
     return LoweredModel(blocks, execution, sizes.materialize_blocks, first, context)
@@ -239,17 +237,15 @@ class _Widths:
     experts: dict[str, int] = field(default_factory=dict)
 
 
-def _slice_widths(
-    manifest: Manifest, blocks: Sequence[LoweredBlock], sizes: Sizes, threads: int
-) -> _Widths:
-    widths, most = _Widths(), (sizes.slice_values or sizes.tile_values) // threads
+def _slice_widths(manifest: Manifest, blocks: Sequence[LoweredBlock], sizes: Sizes) -> _Widths:
+    widths, most = _Widths(), sizes.slice_values or sizes.tile_values
     for lowered in blocks:
         tensor = lowered.block.tensor
         for operation in lowered.program.operations:
             if isinstance(operation, SlicedMlp):
                 into, (down,) = operation.into.matrices(tensor), operation.down.matrices(tensor)
                 gate, last = manifest.matrices[into[0]], manifest.matrices[down]
-                width = width_of(gate, last, sizes.tile_values // threads)
+                width = width_of(gate, last, sizes.tile_values)
                 widths.rows |= dict.fromkeys(into, width) | {down: last.rows}
                 widths.columns[down] = width
                 widths.backward |= dict.fromkeys((*into, down), width_of(gate, last, most))

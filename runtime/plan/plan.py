@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from runtime.arrays.stored import BLOCK_COLUMNS, BLOCK_ROWS
 from runtime.bundle.manifest import Manifest
 from runtime.core.errors import BudgetError, UsageError
 from runtime.core.units import format_bytes
 from runtime.machine.machine import Machine
-from runtime.operations.base import Evaluation, Operation
+from runtime.operations.base import Evaluation
 from runtime.operations.values import F32
 from runtime.plan.allocator import Held, held_by_allocator, with_kept
 from runtime.plan.block_peaks import BlockPeak, PeakModel
@@ -45,9 +43,7 @@ DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
 PRODUCTS_BYTES = 2_500_000  # oneDNN's code for all shapes that are multiplied, and its scratchpad
 LLVM_BYTES = 12_000_000  # with the products that it has compiled
-THREAD_BYTES = 100_000  # the stack of one that multiplies, or receives or sends slices of weights
-# Of a thread that multiplies: float32 and the codes twice, and what its arrays leave in the heap
-THREAD_BUFFER_BYTES = 6 * BLOCK_ROWS * BLOCK_COLUMNS + 400_000
+THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 # The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
 # more than predicted, beside other work, and the others less than that.
@@ -120,7 +116,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     materialized_head: bool = False  # whether the head's matrix stays dequantized too
     compute_dtype: str = "float32"  # of products with frozen weights
     in_place: bool = False  # whether decoded tokens are multiplied by weights where they lie
-    threads: Count = 1  # that multiply side by side, each by parts of matrices
 
     @property
     def sizes(self) -> Sizes:
@@ -330,7 +325,6 @@ class Planner:
             cached_bytes=lowered.cached_bytes,
             compute_dtype=self.machine.compute_dtype,
             in_place=sizes.in_place,
-            threads=model.execution.threads,
         )
 
     def peak_of(self, plan: Plan, request: Request, demand: Demand) -> int:
@@ -343,25 +337,22 @@ class Planner:
         """What a planner makes of an earlier plan's choices: an equal plan, if it made that one.
 
         The choices are the sizes, the batch lanes, and what is kept and stays dequantized. The
-        process is that of the plan, and so is the number of threads that multiply; the machine's
-        limit is that of now.
+        process is that of the plan; the machine's limit is that of now.
         """
-        blas = msgspec.structs.replace(self.machine.blas, threads=plan.threads)
-        asked = Planner(self.manifest, msgspec.structs.replace(self.machine, blas=blas))
 
         def choices(sizes: Sizes) -> tuple[object, ...]:
             tiles = (sizes.tile_values, sizes.attention_block, sizes.slice_values)
             return (*tiles, sizes.in_place, sizes.materialize_blocks, sizes.evaluation)
 
-        ways = (BLOCK, *asked._all_levels(request, demand))
+        ways = (BLOCK, *self._all_levels(request, demand))
         known = [replace(level, keeps_mlps=plan.keeps_mlps) for level in ways]
         levels = [level for level in known if choices(level) == choices(plan.sizes)]
         made = plan
         for level in levels or known:
-            model = asked.model(request, demand, level)
-            besides = asked._process_bytes(request, model) - self.machine.process_bytes
+            model = self.model(request, demand, level)
+            besides = self._process_bytes(request, model) - self.machine.process_bytes
             process = max(0, plan.process_bytes - besides)
-            machine = msgspec.structs.replace(asked.machine, process_bytes=process)
+            machine = msgspec.structs.replace(self.machine, process_bytes=process)
             before = Planner(self.manifest, machine)
             for lanes in demand.lanes:
                 made = before.predict(request, demand, level, plan.budget_bytes, 0, lanes)
@@ -389,36 +380,13 @@ class Planner:
             self._blocks = ways, lower_blocks(self.manifest, sizes, request.context)
         lowered = lower(
             *(self.manifest, request.bucket, sizes, machine.packed, request.context),
-            *(machine.compute_dtype, self._threads(request, demand), self._blocks[1]),
+            machine.compute_dtype,
+            blocks=self._blocks[1],
         )
         last = self._model
         if last is None or (last.lowered, last.demand) != (lowered, demand):
             last = self._model = PeakModel(self.manifest, lowered, demand)
         return last
-
-    def _threads(self, request: Request, demand: Demand) -> int:
-        """How many threads multiply side by side; with one, OpenBLAS has as many as there are.
-
-        They read the weights where they lie in the map, and take no single experts. Of an MLP in
-        slices they draw no dropout.
-        """
-        machine = self.machine
-        in_map = self.manifest.slice is None and not demand.trains_weights
-        unpacked = not machine.packed and machine.compute_dtype == "float32"
-        apart = request.layout != "budget" or request.context or demand.drops_inputs
-        if (
-            not in_map
-            or not unpacked
-            or apart
-            or any(each.experts for each in self._all_operations)
-        ):
-            return 1
-        return machine.blas.threads
-
-    @cached_property
-    def _all_operations(self) -> list[Operation]:
-        types = self.manifest.block_types.values()
-        return [each for block_type in types for each in block_type.operations]
 
     @property
     def _loads_weights(self) -> bool:
@@ -434,9 +402,7 @@ class Planner:
             nbytes += panel + PRODUCTS_BYTES
         else:
             nbytes += blas.threads * panel
-            if (threads := model.execution.threads) > 1:
-                nbytes += threads * THREAD_BUFFER_BYTES + (threads - 1) * THREAD_BYTES
-            elif blas.threads > 1:
+            if blas.threads > 1:
                 nbytes += model.packed_rows * blas.row_bytes
         nbytes += LLVM_BYTES * model.execution.in_place
         nbytes += model.graph_file_bytes() * GRAPH_FACTOR

@@ -9,8 +9,6 @@ import mlx.core as mx
 from runtime.arrays.matrices import Place
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.profile import Profile
-from runtime.arrays.side_by_side import SideBySide
-from runtime.arrays.threads import Threads
 from runtime.arrays.tiles import ReadyTile
 from runtime.arrays.weight_source import WeightSource
 from runtime.bundle.store import Bundle, open_bundle
@@ -19,7 +17,7 @@ from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
 from runtime.machine.backend import blas_threads, limit_memory, load_onednn, use_device
 from runtime.machine.glibc import place_values, trim_heap
-from runtime.machine.openblas import use_one
+from runtime.machine.onednn import share_cores
 from runtime.plan.lower import LoweredModel, lower
 from runtime.plan.plan import Plan, choose_bucket
 from runtime.run.traced_graphs import with_graphs
@@ -36,7 +34,6 @@ class Session:
     graphs: Graphs
     profile: Profile = field(default_factory=Profile)
     in_place: PackedRows | None = None
-    side_by_side: SideBySide | None = None
     _models: dict[int, Model] = field(default_factory=dict)
     _materialized: dict[Place, ReadyTile] = field(default_factory=dict)
 
@@ -54,7 +51,6 @@ class Session:
                 self.profile,
                 self._materialized,
                 in_place=self.in_place,
-                side_by_side=self.side_by_side,
             )
         return self._models[bucket]
 
@@ -62,8 +58,7 @@ class Session:
         plan = self.plan
         packed = plan.arithmetic == "packed"
         return lower(
-            *(self.bundle.manifest, bucket, plan.sizes, packed, plan.context),
-            *(plan.compute_dtype, plan.threads),
+            *(self.bundle.manifest, bucket, plan.sizes, packed, plan.context), plan.compute_dtype
         )
 
     def decoding(self, tokens: int) -> Model:
@@ -115,22 +110,17 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
     by_onednn = plan.compute_dtype == "bfloat16" and bundle.manifest.device == "cpu"
     if by_onednn:
         load_onednn()
-    use_one(by_onednn or plan.threads > 1)
+    share_cores(by_onednn)
     live_bytes = max(0, plan.active_bytes - plan.value_bytes)
     limit_memory(bundle.manifest.device, live_bytes, plan.cache_bytes)
     mx.clear_cache()
     trim_heap()
     place_values(plan.mapped_value_bytes)
-    assert plan.threads == 1 or weights is None, "threads read the weights in the map"
-    in_place = side_by_side = None
+    in_place = None
     if weights is None:
         weights = mapped = Weights(bundle, plan.prefetch, releases=not plan.in_place)
         if plan.in_place:
             in_place = PackedRows(mapped, blas_threads())
-        if plan.threads > 1:
-            side_by_side = SideBySide(mapped, Threads(plan.threads))
-    session = Session(
-        bundle, plan, weights, Graphs(bundle), in_place=in_place, side_by_side=side_by_side
-    )
+    session = Session(bundle, plan, weights, Graphs(bundle), in_place=in_place)
     session.materialize()
     return session

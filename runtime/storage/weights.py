@@ -151,13 +151,9 @@ class Weights:
             tile: Tile = FloatTile(_copied(part(packed), packed.dtype))
         else:
             tile = _quantized(matrix, part)
-        self.drop(matrix, start, stop)
+        row = packed.nbytes // matrix.rows
+        self._drop(packed.offset + start * row, packed.offset + stop * row)
         return tile
-
-    def drop(self, matrix: Matrix, start: int, stop: int) -> None:
-        """Drop the pages of rows of a matrix from this process."""
-        offset, row = matrix.packed.offset, matrix.packed.nbytes // matrix.rows
-        self._drop(offset + start * row, offset + stop * row)
 
     def columns(self, matrix: Matrix, start: int, stop: int) -> Tile:
         """Columns start:stop of a matrix, whole groups of them, copied out of the map."""

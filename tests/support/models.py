@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 
-from runtime.arrays.side_by_side import SideBySide
 from runtime.arrays.stored import Block
-from runtime.arrays.threads import Threads
 from runtime.arrays.values import Gradients
 from runtime.arrays.weight_source import WeightSource
 from runtime.bundle.store import Bundle
@@ -186,15 +184,7 @@ def model_of(
     weights: WeightSource | None = None,
     compute_dtype: str = "float32",
 ) -> Model:
-    """A model whose tiles are small and divide nothing; its weights are the bundle's by default.
-
-    In the arithmetic "threads", two threads multiply side by side.
-    """
+    """A model whose tiles are small and divide nothing; its weights are the bundle's by default."""
     sizes = Sizes(tile_values, attention_block, 0, False, slices, chunk_rows)
-    packed, threads = arithmetic == "packed", 2 if arithmetic == "threads" else 1
-    lowered = lower(bundle.manifest, bucket, sizes, packed, 0, compute_dtype, threads)
-    model = Model(bundle, weights or Weights(bundle), lowered, Graphs(bundle))
-    if threads > 1:
-        by_threads = SideBySide(Weights(bundle), Threads(threads))
-        model = replace(model, side_by_side=by_threads)
-    return model
+    lowered = lower(bundle.manifest, bucket, sizes, arithmetic == "packed", 0, compute_dtype)
+    return Model(bundle, weights or Weights(bundle), lowered, Graphs(bundle))

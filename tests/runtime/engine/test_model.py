@@ -41,7 +41,7 @@ from runtime.operations.attention import Attention
 from runtime.run.evaluate import evaluate
 
 ARITHMETICS = ("unpacked", "packed")
-COMPUTED = [("", "unpacked"), ("mixed", "packed"), ("mixed", "threads"), ("mixed", "unpacked")]
+COMPUTED = [("", "unpacked"), ("mixed", "packed"), ("", "packed"), ("mixed", "unpacked")]
 
 
 @each_family

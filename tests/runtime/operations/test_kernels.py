@@ -20,9 +20,7 @@ from support.bundles import Rng
 from runtime.arrays.arrays import Arrays, CpuArrays
 from runtime.arrays.dequantize import dense
 from runtime.arrays.matrices import Matrices
-from runtime.arrays.side_by_side import SideBySide
 from runtime.arrays.stored import Extent, Matrix
-from runtime.arrays.threads import Threads
 from runtime.arrays.values import Lora
 from runtime.operations import convolution_kernel
 from runtime.operations.attention_kernel import AttentionBlocks
@@ -114,11 +112,9 @@ def _exact(stored: np.ndarray, dtype: str) -> np.ndarray:
 def tiles_of(
     weights: Weights, matrix: Matrix, arithmetic: str, values: int, arrays: Arrays
 ) -> Matrices:
-    """The matrix in tiles of at most so many values, or parts of it for three "threads"."""
+    """The matrix in tiles of at most so many values."""
     rows = rows_at_once(matrix.rows, matrix.columns, values)
-    by_threads = SideBySide(weights, Threads(3)) if arithmetic == "threads" else None
-    tiles, packed = {matrix.packed.offset: rows}, arithmetic == "packed"
-    return Matrices(weights, arrays, packed, tiles, side_by_side=by_threads)
+    return Matrices(weights, arrays, arithmetic == "packed", {matrix.packed.offset: rows})
 
 
 def normal(rng: Rng, *shape: int) -> mx.array:
@@ -235,7 +231,7 @@ def test_materialized_weights_are_allocated_before_the_first_is_dequantized(
 # --- linear -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arithmetic", ["unpacked", "packed", "threads"])
+@pytest.mark.parametrize("arithmetic", ["unpacked", "packed"])
 @pytest.mark.parametrize(("bits", "group", "layout"), [*LAYOUTS, *FLOATS])
 @pytest.mark.parametrize("extras", [(), ("bias", "lora")], ids="+".join)
 def test_linear_and_its_backward(
@@ -265,12 +261,6 @@ def test_linear_and_its_backward(
 
     (y,), (dx, da, db) = mx.vjp(oracle, [x, a, b], [dy])
     close(products.forward(x, matrix, bias, lora), y)
-    if arithmetic == "threads":
-        found, pair = products.backward_by_threads(x, dy, matrix, lora, wanted=True)
-        for mine, expected in zip(pair or (), (da, db), strict=pair is not None):
-            close(mine, expected)
-        close(found, dx)
-        return
     found = products.backward_input(dy, matrix)
     if lora is not None:
         dy_b = products.through_b(dy, lora)
@@ -634,19 +624,18 @@ def check_head_adapter(
         close(one, expected)
 
 
-@pytest.mark.parametrize("arithmetic", ["unpacked", "threads"])
 @pytest.mark.parametrize(
     ("biased", "cap"), [(False, None), (True, None), (False, 3.0), (True, 3.0)]
 )
 def test_head_with_a_bias_and_a_cap(
-    tmp_path: Path, rng: Rng, arrays: Arrays, arithmetic: str, biased: bool, cap: float | None
+    tmp_path: Path, rng: Rng, arrays: Arrays, biased: bool, cap: float | None
 ) -> None:
     weights, matrix, values = stored(tmp_path, rng, 150, 2, 4, 64, "symmetric")
     w, h = mx.array(values.astype(np.float32)), normal(rng, 9, matrix.columns)
     bias = normal(rng, 150) if biased else None
     targets, shaping = rng.integers(0, 150, 9), Shaping(bias, cap)
-    matrices = tiles_of(weights, matrix, arithmetic, 1000, arrays)
-    kernel = HeadKernel(matrices, int(rng.integers(1, 200)), thread_rows=int(rng.integers(1, 60)))
+    matrices = tiles_of(weights, matrix, "unpacked", 1000, arrays)
+    kernel = HeadKernel(matrices, int(rng.integers(1, 200)))
     (result,) = kernel.run([h], [targets], matrix, True, True, shapings=[shaping])
     check_head_adapter(kernel, rng, h, w, matrix, targets, shaping)
     close(result.loss, reference.head(h, w, mx.array(targets), bias, cap))
@@ -659,11 +648,10 @@ def test_head_with_a_bias_and_a_cap(
     np.testing.assert_allclose(best, np.array(logits).max(axis=1), rtol=1e-5)
 
 
-@pytest.mark.parametrize("arithmetic", ["unpacked", "threads"])
-def test_head_with_huge_logits_stays_finite(tmp_path: Path, rng: Rng, arithmetic: str) -> None:
+def test_head_with_huge_logits_stays_finite(tmp_path: Path, rng: Rng) -> None:
     weights, matrix, values = stored(tmp_path, rng, 100, 2, 4, 64, "symmetric")
     h = normal(rng, 6, matrix.columns) * 1e4
-    kernel = HeadKernel(tiles_of(weights, matrix, arithmetic, 1000, CpuArrays()), 7, None, 7)
+    kernel = HeadKernel(tiles_of(weights, matrix, "unpacked", 1000, CpuArrays()), 7)
     logits = np.array(h).astype(np.float64) @ values.T
     targets = logits.argmin(axis=1)
     (result,) = kernel.run([h], [targets], matrix, gradient=True, predictions=True)

@@ -115,8 +115,7 @@ def test_a_bundle_cannot_bring_operations_of_the_lowering(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "arithmetic", "layouts"),
-    pairs(FAMILIES, [("packed", ""), ("unpacked", "mixed"), ("threads", "")]),
+    ("family", "arithmetic", "layouts"), pairs(FAMILIES, [("packed", ""), ("unpacked", "mixed")])
 )
 def test_gradients_are_autograds(
     tiny: Tiny, rng: Rng, tmp_path: Path, family: str, arithmetic: str, layouts: str
@@ -157,25 +156,22 @@ def test_more_tokens_than_are_taken_at_once(
     assert all(relative_error(a, b) < 1e-6 for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("arithmetic", ["unpacked", "threads"])
-def test_one_adapter_alone_is_trained(
-    tiny: Tiny, rng: Rng, tmp_path: Path, arithmetic: str
-) -> None:
+def test_one_adapter_alone_is_trained(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
     """The lowest layer with nothing to train below its MLP, or only above it."""
     exported = tiny("gemma3", seq_lens=LENGTHS)
     for target in ("down_proj", "o_proj", "up_proj"):
         bundle = with_lora(exported, targets=(target,))
         adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
-        model = model_of(bundle, 128, arithmetic, tile_values=MLP_VALUES, slices=True)
+        model = model_of(bundle, 128, tile_values=MLP_VALUES, slices=True)
         _, found = mebp(model, adapters, rows, tmp_path)
         dense = reference.dense_model(bundle, adapters)
         agree(found, reference.gradients(dense, [(r.tokens, r.scored) for r in rows])[1])
 
 
-@pytest.mark.parametrize(("family", "arithmetic"), pairs(FAMILIES, ["unpacked", "threads"]))
-def test_companions_change_no_bit(tiny: Tiny, rng: Rng, family: str, arithmetic: str) -> None:
+@each_family
+def test_companions_change_no_bit(tiny: Tiny, rng: Rng, family: str) -> None:
     bundle = tiny(family, "mixed", seq_lens=LENGTHS)
-    model = model_of(bundle, 128, arithmetic, tile_values=MLP_VALUES, slices=True)
+    model = model_of(bundle, 128, tile_values=MLP_VALUES, slices=True)
     block = model.blocks[1]
     loras = [adapters_of(bundle, rng).loras(block) for _ in range(3)]
     shape = (1, 128, bundle.manifest.hidden_size)
