@@ -136,7 +136,7 @@ def test_the_arithmetic_of_every_operation_is_kept_pure() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     pure = next(c for c in contracts["contracts"] if c["name"].startswith("arithmetic"))
     files = {path.stem for path in (ROOT / "runtime/operations").glob("*.py")}
-    kernels = {name for name in files if "kernel" in name or "threads" in name} | {"__init__"}
+    kernels = {name for name in files if "kernel" in name} | {"__init__"}
     expected = {f"runtime.operations.{name}" for name in files - kernels}
     assert {name for name in pure["source_modules"] if ".operations." in name} == expected
 

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.stored import Matrix
-from runtime.arrays.threads import ALONE, Threads
 from runtime.core.errors import UsageError
 
 Floats = npt.NDArray[np.float32]
@@ -120,8 +119,12 @@ class PackedRows:
 
     def __init__(self, weights: Mapped, threads: int) -> None:
         _llvm()
-        self.weights, self.threads = weights, Threads(threads)
+        # it loads `logging`, which runs that train need not
+        from concurrent.futures import ThreadPoolExecutor
+
+        self.weights, self.threads = weights, threads
         self._stored: dict[int, tuple[Stored, tuple[int, ...]]] = {}
+        self._others = ThreadPoolExecutor(max(1, threads - 1))
 
     def multiply(self, x: Floats, matrices: Sequence[Matrix]) -> list[Floats]:
         """x W^T (T, R) for x (T, C) and each of some matrices that are `compact`."""
@@ -140,15 +143,18 @@ class PackedRows:
                 arrays = y, inputs[key]  # which stay as long as a thread has their addresses
                 jobs.append((product, (*places, len(given), matrix.rows), matrix.rows, arrays))
         large = len(x) * sum(matrix.rows * matrix.columns for matrix in matrices) >= FEW
-        threads = self.threads if large else ALONE
+        threads = self.threads if large else 1
 
         def work(number: int) -> None:
             for product, arguments, rows, _ in jobs:
-                part = threads.part(number, rows)
-                if part.start < part.stop:
-                    product(*arguments, part.start, part.stop)
+                start, stop = (rows * at // threads for at in (number, number + 1))
+                if start < stop:
+                    product(*arguments, start, stop)
 
-        threads.run(work)
+        others = [self._others.submit(work, number) for number in range(1, threads)]
+        work(0)
+        for other in others:
+            other.result()
         return ys
 
     def _address(self, matrix: Matrix) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ class RowGated(RowKernel):
 
     def row(self, run: Run, values: Any, loras: Loras) -> None:
         operation = run.operation(Gated)
-        gate, up = (np.asarray(values[name]) for name in operation.inputs)
+        gate, up = (values[name] for name in operation.inputs)
         y: Any = np.empty(gate.shape, np.float32)
         gate_into(operation.activation, gate, up, y)
         values[operation.outputs[0]] = y
