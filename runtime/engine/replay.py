@@ -120,7 +120,7 @@ class Replay:
             else:
                 _, shape, dtype = event["outputs"][number]
                 function = _function(kind, arguments, number, tuple(shape), dtype)
-                key = f"{kind} {arguments} {number} {shape if kind in SHAPED else ''}"
+                key = f"{kind} {arguments} {number} {dtype} {shape if kind in SHAPED else ''}"
                 self._places[name] = self._step(key, function, sources)
         return self._places[name]
 
