@@ -282,6 +282,25 @@ def test_settings_are_found_that_a_class_passes_over(
     assert unread(model_type, config, raw, "x") == ({} if is_read else setting)
 
 
+@pytest.mark.parametrize(
+    "off", [{"use_sliding_window": False}, {"layer_types": ["full_attention"] * 2}]
+)
+@pytest.mark.parametrize(("model_type", "reads"), [("phi3", False), ("qwen2", True)])
+def test_windows_are_off_only_by_settings_that_transformers_reads(
+    model_type: str, reads: bool, off: dict[str, Any]
+) -> None:
+    raw = {**tiny(model_type), "num_hidden_layers": 2, "layer_types": None, **off}
+    raw["sliding_window"] = 6
+    config = normalise_config(raw, "x", True)
+    assert unread(model_type, config, raw, "x") == ({} if reads else {"sliding_window": 6})
+
+
+def test_a_share_that_is_turned_may_stand_beside_a_width_of_null() -> None:
+    raw = {**tiny("stablelm"), "partial_rotary_factor": 0.25, "head_dim": None}
+    config = normalise_config(raw, "x", True)
+    assert not unread("stablelm", config, raw, "x")
+
+
 def test_hunyuans_fixed_scaling_is_another_base() -> None:
     scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "mscale": 1.0}
     raw = {**tiny("hunyuan_v1_dense"), "rope_theta": 1e4, "rope_scaling": scaling}
