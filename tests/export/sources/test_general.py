@@ -11,9 +11,11 @@ from model_types.tiny import tiny
 
 from export.cut.unread import unread
 from export.sources.families import (
+    build_model,
     check_architecture,
     expected_shapes,
     normalise_config,
+    parameter_shapes,
     text_config,
     transformers_config,
 )
@@ -105,6 +107,15 @@ def test_filters_are_turned_and_norms_are_shifted() -> None:
     assert made == {"filter": [Made("f", 0, 5)]}
     with pytest.raises(BundleError, match="rearranges"):
         tensors_made(Model(lambda w: {"filter": w["f"][:, :, ::-1]}), shapes, "x")
+
+
+def test_a_tied_model_is_sanitized_more_than_once() -> None:
+    model = build_model("gemma3_text", normalise_config(tiny("gemma3_text"), "x", True))
+    shapes = parameter_shapes(model)
+    shapes.pop("lm_head.weight")
+    for _ in range(2):
+        assert not shifts(model, shapes, "x")
+        assert tensors_made(model, shapes, "x").keys() == shapes.keys()
 
 
 def test_what_sanitize_misses_is_named() -> None:
