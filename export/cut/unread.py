@@ -61,6 +61,7 @@ _OTHERWISE: dict[str, tuple[Any, ...]] = {
 }
 _OF_FAMILY = {"gpt_bigcode": {"multi_query": (None, True)}}  # the order of queries, keys and values
 _WINDOWS = re.compile("window|layer_types")  # settings that transformers' class has to know
+_SAYS_WHERE = {"use_sliding_window", "layer_types", _PATTERN[1:]}  # which layers have one
 _CHANGES_LAYERS = re.compile("rotary|model_base")  # for which defaults have been passed over
 
 
@@ -102,6 +103,7 @@ def unread(
     settings = settings_of(dict(given), family, where)
     known, told = arguments_of(family), given.keys() - used_settings(family, model_type)
     longest = max((settings.get("max_position_embeddings") or 0, *lengths))
+    heeded = _heeded(settings, defaults or {})
     before = ""
     alike = _OTHERWISE | _OF_FAMILY.get(family, {})
     found = {key: settings[key] for key in alike if settings.get(key) not in alike[key]}
@@ -109,7 +111,8 @@ def unread(
         if "softcap" in key and value is None and (defaults or {}).get(key) is not None:
             found[key] = value  # classes cap with their own number, then
         is_turned_off = value is False and (defaults or {}).get(key) is True
-        is_off = _is_off(key, value, settings, longest) and not is_turned_off
+        where_off = settings if key in _SAYS_WHERE else heeded
+        is_off = _is_off(key, value, where_off, longest) and not is_turned_off
         if key in told or _is_neutral(key) or is_off:
             continue
         if key == _PATTERN and (given.get("layer_types") or value == settings.get(_PATTERN[1:])):
@@ -130,6 +133,12 @@ def unread(
             continue  # transformers has no setting for it
         found[key] = value
     return found
+
+
+def _heeded(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, but for those on windows that transformers passes over, as of Mistral's."""
+    ignored = _SAYS_WHERE - defaults.keys() if "sliding_window" in defaults else set()
+    return {key: value for key, value in settings.items() if key not in ignored}
 
 
 def _is_neutral(key: str) -> bool:
@@ -165,7 +174,8 @@ def _is_off(key: str, value: Any, settings: Mapping[str, Any], longest: int) -> 
     if key == LOCAL_BASE:
         return full
     if key == "partial_rotary_factor":
-        return bool(value == 1 or value * settings.get("head_dim", 0) == settings.get("rotary_dim"))
+        dims = settings.get("head_dim") or 0
+        return bool(value == 1 or value * dims == settings.get("rotary_dim"))
     heads = settings.get("num_attention_heads", 0)
     if key == "head_dim":  # of latent attention it is that of the part with positions
         turned = settings.get("qk_rope_head_dim")

@@ -515,7 +515,7 @@ def tensors_made(
     columns_in = {name: of_columns(shape) for name, shape in shapes.items()}
     names = {id(array): name for name, array in rows_in.items()}
     try:
-        rows_out, columns_out = model.sanitize(dict(rows_in)), model.sanitize(dict(columns_in))
+        rows_out, columns_out = (_sanitized(model, one) for one in (rows_in, columns_in))
     except (LookupError, ValueError, TypeError, AttributeError) as e:
         raise BundleError(f"{where}: mlx-lm cannot read these tensors: {e!r:.200}") from e
     made: dict[str, list[Made]] = {}
@@ -528,6 +528,15 @@ def tensors_made(
         made[name] = _parts_of(array, columns_out[name], shapes, starts)
         if not made[name]:
             raise BundleError(f"{where}: mlx-lm rearranges {name}, which is not supported")
+    return made
+
+
+def _sanitized(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What `sanitize` makes of tensors; Gemma 3's takes the head from the model, once."""
+    head = model.get("lm_head")
+    made: dict[str, Any] = model.sanitize(dict(tensors))
+    if head is not None:
+        model.lm_head = head
     return made
 
 
@@ -557,7 +566,7 @@ def shifts(model: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> dic
         return {name: mx.broadcast_to(one, shape) for name, shape in shapes.items()}
 
     try:
-        from_zeros, from_ones = (model.sanitize(made_of(value)) for value in (0.0, 1.0))
+        from_zeros, from_ones = (_sanitized(model, made_of(value)) for value in (0.0, 1.0))
     except (LookupError, ValueError, TypeError, AttributeError) as e:
         raise BundleError(f"{where}: mlx-lm cannot read these tensors: {e!r:.200}") from e
     found = {}

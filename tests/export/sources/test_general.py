@@ -11,9 +11,11 @@ from model_types.tiny import tiny
 
 from export.cut.unread import unread
 from export.sources.families import (
+    build_model,
     check_architecture,
     expected_shapes,
     normalise_config,
+    parameter_shapes,
     text_config,
     transformers_config,
 )
@@ -105,6 +107,15 @@ def test_filters_are_turned_and_norms_are_shifted() -> None:
     assert made == {"filter": [Made("f", 0, 5)]}
     with pytest.raises(BundleError, match="rearranges"):
         tensors_made(Model(lambda w: {"filter": w["f"][:, :, ::-1]}), shapes, "x")
+
+
+def test_a_tied_model_is_sanitized_more_than_once() -> None:
+    model = build_model("gemma3_text", normalise_config(tiny("gemma3_text"), "x", True))
+    shapes = parameter_shapes(model)
+    shapes.pop("lm_head.weight")
+    for _ in range(2):
+        assert not shifts(model, shapes, "x")
+        assert tensors_made(model, shapes, "x").keys() == shapes.keys()
 
 
 def test_what_sanitize_misses_is_named() -> None:
@@ -280,6 +291,25 @@ def test_settings_are_found_that_a_class_passes_over(
     raw = {**tiny(model_type), **setting}
     config = normalise_config(raw, "x", not raw.get("tie_word_embeddings"))
     assert unread(model_type, config, raw, "x") == ({} if is_read else setting)
+
+
+@pytest.mark.parametrize(
+    "off", [{"use_sliding_window": False}, {"layer_types": ["full_attention"] * 2}]
+)
+@pytest.mark.parametrize(("model_type", "reads"), [("phi3", False), ("qwen2", True)])
+def test_windows_are_off_only_by_settings_that_transformers_reads(
+    model_type: str, reads: bool, off: dict[str, Any]
+) -> None:
+    raw = {**tiny(model_type), "num_hidden_layers": 2, "layer_types": None, **off}
+    raw["sliding_window"] = 6
+    config = normalise_config(raw, "x", True)
+    assert unread(model_type, config, raw, "x") == ({} if reads else {"sliding_window": 6})
+
+
+def test_a_share_that_is_turned_may_stand_beside_a_width_of_null() -> None:
+    raw = {**tiny("stablelm"), "partial_rotary_factor": 0.25, "head_dim": None}
+    config = normalise_config(raw, "x", True)
+    assert not unread("stablelm", config, raw, "x")
 
 
 def test_hunyuans_fixed_scaling_is_another_base() -> None:
