@@ -110,7 +110,8 @@ def unread(
     for key, value in settings.items():
         if "softcap" in key and value is None and (defaults or {}).get(key) is not None:
             found[key] = value  # classes cap with their own number, then
-        is_turned_off = value is False and (defaults or {}).get(key) is True
+        has_default = bool((defaults or {}).get(key)) and "window" not in key
+        is_turned_off = has_default and value is not None and not value
         where_off = settings if key in _SAYS_WHERE else heeded
         is_off = _is_off(key, value, where_off, longest) and not is_turned_off
         if key in told or _is_neutral(key) or is_off:

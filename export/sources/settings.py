@@ -125,7 +125,7 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
         for names in _SAME
         for name in names
     }
-    off = [key.removeprefix("use_") for key, value in text.items() if value is False]
+    off = [key[4:] for key, value in text.items() if key.startswith("use_") and value is False]
     of_those = tuple(f"{key}_" for key in off)  # as cla_share_factor beside use_cla
     if "sliding_window" in off or text.get("sliding_window") is None:
         of_those += ("max_window_layers",)
