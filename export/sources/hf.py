@@ -280,7 +280,7 @@ def _is_buffer(tensor: StoredTensor) -> bool:
 
 
 def _missing_outer(names: Iterable[str], expected: Iterable[str]) -> str:
-    """What the names of all tensors but the head's lack; nothing, but in a model without a head."""
+    """The prefix that all names but the head's lack; empty, but in a model saved without a head."""
     within, wanted = _stems(names), _stems(expected)
     lacks = not within & wanted and {f"{_OUTER}{stem}" for stem in within} & wanted
     return _OUTER if lacks else ""

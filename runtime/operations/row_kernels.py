@@ -7,6 +7,7 @@ MLX's arrays and return them; here `np.asarray` takes either.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ from runtime.operations.values import POSITION, graph_key, is_parameter
 
 
 @dataclass(frozen=True)
-class RowKernel:
+class RowKernel(ABC):
     """Runs an operation lane by lane."""
 
     tools: Tools
@@ -46,12 +47,12 @@ class RowKernel:
         for values, own in zip(lanes, loras, strict=True):
             self.row(run, values, own)
 
+    @abstractmethod
     def row(self, run: Run, values: Any, loras: Loras) -> None:
         """Add the operation's results to the values of a lane."""
-        raise NotImplementedError
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
-        raise AssertionError("what decodes is not trained")
+        raise AssertionError("decoded tokens are not trained on")
 
 
 class RowLinear(RowKernel):
