@@ -190,6 +190,22 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def check_same(run: Path, expected: Path) -> None:
+    """Two runs ended in the same bits: adapters, state, losses, evaluations, and the log if any."""
+    ends = [sorted((one / "saves").iterdir())[-1] for one in (run, expected)]
+    assert ends[0].name == ends[1].name
+    for name in ("adapters.safetensors", "adapter_config.json"):
+        assert (run / name).read_bytes() == (expected / name).read_bytes(), name
+    assert (ends[0] / "method.bin").read_bytes() == (ends[1] / "method.bin").read_bytes()
+    told = ("step", "loss", "learning_rate", "gradient_norm")
+    steps = [[[line.get(one) for one in told] for line in metrics_of(of)] for of in (run, expected)]
+    assert steps[0] == steps[1]
+    names = {"evaluations.json", "trajectory.jsonl"}
+    there = {name for name in names if (expected / name).exists()}
+    assert there == {name for name in names if (run / name).exists()}
+    assert all((run / name).read_bytes() == (expected / name).read_bytes() for name in there)
+
+
 def summary_of(run: Path) -> dict[str, Any]:
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return summary

@@ -30,11 +30,7 @@ from support.models import (
     scored_logits,
 )
 from support.runs import (
-    adapter,
-    json_of,
-    killed_and_resumed,
     refuses,
-    succeeds,
     train_arguments,
 )
 
@@ -175,27 +171,6 @@ def test_llama_cpp_has_them_untied(tiny: Tiny, rng: Rng, tmp_path: Path) -> None
     saved_adapter(tied, rng, tmp_path / "tied", targets=ENDS["qwen2"])
     words = ("adapter", tmp_path / "tied", "--bundle", tied.path, "--to", "gguf")
     refuses(2, "ondevice fuse --format gguf", *words, "-o", tmp_path / "tied.gguf")
-
-
-@pytest.mark.parametrize(
-    ("family", "method"), [("qwen2", "mebp"), pytest.param("llama", "mezo", marks=pytest.mark.slow)]
-)
-def test_a_run_is_killed_resumed_and_evaluated(
-    tiny: Tiny, tmp_path: Path, rng: Rng, family: str, method: str
-) -> None:
-    bundle = tiny(family).path
-    options = {"method": method, "lora_targets": ",".join(ENDS[family]), "grad_accumulation": 2}
-    options |= {"max_grad_norm": 0.5} if method == "mebp" else {}
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    succeeds(*train_arguments(bundle, whole, 3, **options))
-    moment = f"step {int(rng.integers(1, 4))}"
-    killed_and_resumed(killed, moment, train_arguments(bundle, killed, 3, **options))
-    assert adapter(whole) == adapter(killed)
-    if method == "mezo":
-        assert json_of("replay", killed)["identical"] is True
-    data = ("--data", "random:1", "--max-seq-length", 24)
-    losses = {json_of("eval", bundle, *data, *more)["loss"] for more in ((), ("--adapter", whole))}
-    assert len(losses) == 2
 
 
 def test_what_cannot_be_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:

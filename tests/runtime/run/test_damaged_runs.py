@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from support.runs import adapter, evaluations_of, here, refuses, struck, succeeds, train_arguments
+from support.runs import adapter, check_same, here, refuses, struck, succeeds, train_arguments
 from support.shared import Shared
 from support.text_bundle import text_bundle
 
@@ -173,9 +173,8 @@ def test_the_way_out_leads_to_the_same_bytes(killed: Path, whole: Path, method: 
     (half / "method.bin").write_text("half")
     shutil.rmtree(killed / LATEST)
     succeeds("train", "--resume", killed)
-    assert adapter(killed) == adapter(whole)
+    check_same(killed, whole)
     assert not list(killed.rglob(".*.partial"))
-    assert evaluations_of(killed) == evaluations_of(whole)
 
 
 def test_a_finished_run_goes_on_from_an_earlier_save(whole: Path, tmp_path: Path) -> None:
@@ -183,8 +182,7 @@ def test_a_finished_run_goes_on_from_an_earlier_save(whole: Path, tmp_path: Path
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     shutil.rmtree(run / "saves" / "step-00000006")
     succeeds("train", "--resume", run)
-    assert adapter(run) == adapter(whole)
-    assert evaluations_of(run) == evaluations_of(whole)
+    check_same(run, whole)
 
 
 @pytest.mark.parametrize("method", ["mezo"], indirect=True)

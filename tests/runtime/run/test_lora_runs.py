@@ -1,4 +1,4 @@
-"""Runs with LoRA settings of their own or from other tools' adapters: saves, kills, refusals."""
+"""Runs with LoRA settings of their own or from other tools' adapters: saves and refusals."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ import pytest
 from safetensors.numpy import load_file
 from support.adapters import SOME, saved_adapter, written
 from support.bundles import Tiny
-from support.lengths import first_of
 from support.runs import (
     adapter,
     here,
     json_of,
-    killed_and_resumed,
     refuses,
     succeeds,
     summary_of,
@@ -83,25 +81,6 @@ def test_the_settings_are_kept_with_all_that_is_saved(run: Path) -> None:
     assert summary["lora"] == lora
     assert summary["trainable_parameters"] == sum(tensor.size for tensor in tensors.values())
     assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
-
-
-@first_of("method", "mebp", "mezo")
-def test_killed_and_resumed_is_the_same(
-    bundle: Path, run: Path, rng: np.random.Generator, tmp_path: Path, method: str
-) -> None:
-    whole, killed = run, tmp_path / "killed"
-    options: dict[str, object] = {"lora_dropout": 0.2, "grad_accumulation": 2}
-    if method == "mezo":
-        whole, options = tmp_path / "whole", {"method": "mezo", "save_every": 3}
-        succeeds(*arguments(bundle, whole, **options))
-    moment = f"step {int(rng.integers(1, STEPS + 1))}"
-    killed_and_resumed(killed, moment, arguments(bundle, killed, **options))
-    assert adapter(killed) == adapter(whole)
-    assert adapter_config(killed) == adapter_config(whole)
-    if method == "mezo":
-        header = json.loads((killed / "trajectory.jsonl").read_text().splitlines()[0])
-        assert header["lora"] == LORA
-        assert json_of("replay", killed)["identical"] is True
 
 
 def test_dropout_changes_what_is_learnt_and_the_seed_what_is_dropped(

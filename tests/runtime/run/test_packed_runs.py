@@ -11,7 +11,7 @@ from support.bundles import Rng
 from support.lengths import first_of
 from support.runs import (
     NO_OTHERS,
-    adapter,
+    check_same,
     evaluations_of,
     here,
     json_of,
@@ -155,9 +155,7 @@ def test_killed_and_resumed_is_the_same(
     succeeds(*train(bundle, data, whole, *options, *more, steps=5))
     moment = f"step {int(rng.integers(1, 6))}"
     killed_and_resumed(killed, moment, train(bundle, data, killed, *options, *more, steps=5))
-    assert adapter(killed) == adapter(whole)
-    losses = [[one["loss"] for one in metrics_of(run)] for run in (whole, killed)]
-    assert losses[0] == losses[1]
+    check_same(killed, whole)
 
 
 def test_plans_count_what_packing_takes(bundle: Bundle) -> None:

@@ -1,4 +1,4 @@
-"""MeZO end to end: resume, prefetch, replay from the log, its refusals; and how runs may end."""
+"""MeZO end to end: prefetch, replay from the log, its refusals; and how runs may end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.bundles import Tiny
@@ -14,7 +13,6 @@ from support.runs import (
     adapter,
     here,
     json_of,
-    killed_and_resumed,
     metrics_of,
     ondevice,
     refuses,
@@ -90,44 +88,6 @@ def test_no_setting_of_the_machine_changes_the_result(
         assert adapter(tmp_path / "run") == adapter(run)
     losses = [[one["loss"] for one in metrics_of(path)] for path in (run, tmp_path / "run")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "mezo": {"eval_data": "random:3", "eval_rows": 1, "eval_every": 3},
-    "fzoo": {"method": "fzoo", "learning_rate": 1e-6},
-    "momentum": {"zo_optimizer": "momentum", "zo_window": 4, "queries": 2},
-    "kzoo": {"method": "kzoo", "seed_pool": 5},
-    "one-point": {"method": "one-point", "learning_rate": 1e-5},
-    "hizoo": {"method": "hizoo", "queries": 2, "hessian_smoothing": 1e-3},
-    "adam": {"zo_optimizer": "adam", "learning_rate": 1e-3},
-    "zo-act": {"method": "zo-act", "learning_rate": 1e-3},
-    "zo-act-adam": {"method": "zo-act", "zo_optimizer": "adam", "zo_window": 3},
-    "scaled": {"zo_scaling": "gradient-norm", "zo_scaling_interval": 2},
-}
-
-
-SLOW = {"scaled", "zo-act-adam", "momentum"}  # longer forms of what the others cover
-SLOW |= {"hizoo"}  # whose state is saved as Adam's is
-SLOW |= {"one-point"}  # which test_full_runs kills
-SLOW |= {"fzoo", "kzoo"}  # which keep nothing from step to step
-MARKED = [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in CASES]
-
-
-@pytest.mark.parametrize("case", MARKED)
-def test_killed_resumed_and_replayed_is_the_same(bundle: Path, tmp_path: Path, case: str) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = {"save_every": 3, "method": "mezo", **CASES[case]}
-    succeeds(*train_arguments(bundle, whole, 6, **options))
-    done = killed_and_resumed(killed, "step 5", train_arguments(bundle, killed, 6, **options))
-    assert "resuming after step 3 of 6" in done.stderr, done.stderr
-    assert adapter(killed) == adapter(whole)
-    logs = [(run / "trajectory.jsonl").read_text() for run in (whole, killed)]
-    assert logs[0] == logs[1] and len(logs[0].splitlines()) == 1 + 6
-    states = [next((run / "saves").iterdir()) / "method.bin" for run in (whole, killed)]
-    assert states[0].read_bytes() == states[1].read_bytes()
-    assert summary_of(killed).get("eval") == summary_of(whole).get("eval")
-    assert json_of("replay", killed, "-o", tmp_path / "again")["identical"] is True
-    assert adapter(tmp_path / "again") == adapter(whole)
 
 
 def test_ten_losses_that_are_not_finite_end_the_run(bundle: Path, tmp_path: Path) -> None:
