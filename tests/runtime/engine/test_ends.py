@@ -1,4 +1,4 @@
-"""LoRA on the embedding and the head: against mlx-lm's own layers and autograd, and elsewhere."""
+"""LoRA on the embedding and the head: steps, and what others read; gradients: `test_model`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,9 @@ from support.lora import with_lora
 from support.models import (
     CLOSE,
     adapters_of,
-    agree,
-    mebp,
     model_of,
-    packed_of,
     relative,
     rows_of,
-    scored_logits,
 )
 from support.runs import (
     refuses,
@@ -36,7 +32,6 @@ from support.runs import (
 
 from export.fused.model import FusedCheckpoint
 from runtime.core.errors import BundleError
-from runtime.engine.sample import Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.mezo import TwoPoint
@@ -49,41 +44,6 @@ ENDS: dict[str, tuple[str, ...]] = {
     "gemma3": ("embed_tokens", "q_proj"),  # tied, with a factor after the lookup
     "llama": ("embed_tokens", "lm_head", "down_proj"),
 }
-
-
-@pytest.mark.parametrize(
-    ("family", "targets", "layouts", "arithmetic", "packs"),
-    [
-        ("qwen2", ENDS["qwen2"], "mixed", "packed", True),
-        ("gemma3", ENDS["gemma3"], "", "unpacked", False),
-        ("llama", ENDS["llama"], "mixed", "unpacked", True),
-        ("llama", ("lm_head",), "", "packed", False),
-        ("llama", ("embed_tokens", "v_proj"), "", "unpacked", False),
-    ],
-)
-def test_gradients_are_autograds(
-    tiny: Tiny,
-    rng: Rng,
-    tmp_path: Path,
-    family: str,
-    targets: tuple[str, ...],
-    layouts: str,
-    arithmetic: str,
-    packs: bool,
-) -> None:
-    bundle = with_lora(tiny(family, layouts), targets=targets, layers=2)
-    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
-    samples: list[Sample] = [packed_of(bundle, rng, 50, 30)] if packs else list(rows)
-    model = model_of(bundle, 64, arithmetic)
-    result, found = mebp(model, adapters, samples, tmp_path)
-    alone = [row for sample in samples for row in sample.rows]
-    dense = reference.dense_model(bundle, adapters)
-    loss, expected = reference.gradients(dense, [(row.tokens, row.scored) for row in alone])
-    assert result.loss_sum / result.scored_tokens == pytest.approx(loss, rel=1e-5)
-    agree(found, expected)
-    tokens = rows[0].inputs
-    logits = mx.array(scored_logits(model, adapters, tokens, np.arange(len(tokens))))
-    assert reference.relative_error(logits, dense(mx.array(tokens)[None])[0]) <= CLOSE
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])

@@ -33,7 +33,7 @@ from support.models import (
 )
 
 from runtime.bundle.store import Bundle
-from runtime.engine.sample import PackedRows, Row
+from runtime.engine.sample import PackedRows, Row, Sample
 from runtime.methods.mebp import StepDropout
 from runtime.objectives.accuracy import Accuracy
 from runtime.objectives.next_token import NextToken
@@ -73,20 +73,6 @@ def test_logits_are_mlx_lms(tiny: Tiny, rng: Rng, family: str, arithmetic: str) 
         assert reference.relative_error(found, expected) <= CLOSE
 
 
-@pytest.mark.parametrize(("family", "layouts", "arithmetic"), pairs(FAMILIES, COMPUTED, 2))
-def test_gradients_are_autograds(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str, arithmetic: str
-) -> None:
-    bundle = tiny(family, layouts)
-    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
-    result, found = mebp(model_of(bundle, 32, arithmetic), adapters, rows, tmp_path)
-    dense = reference.dense_model(bundle, adapters)
-    loss, expected = reference.gradients(dense, [(row.tokens, row.scored) for row in rows])
-    assert result.loss_sum / result.scored_tokens == pytest.approx(loss, rel=1e-5)
-    assert len(expected) == 2 * 7 * len(bundle.manifest.layers)
-    agree(found, expected)
-
-
 PLAINER = ("qwen2", "llama")  # no norms of queries and keys, and no windows
 OTHERS: list[dict[str, Any]] = [
     {"lora_targets": "q_proj,v_proj"},
@@ -94,20 +80,53 @@ OTHERS: list[dict[str, Any]] = [
     {"bits": 8, "embedding_bits": 8, "group_size": 32},
     *({"layouts": name} for name in ("float32", "float16", "bfloat16")),
 ]
+EVERY = [({"layouts": layouts}, arithmetic) for layouts, arithmetic in COMPUTED]
+ENDS: list[tuple[str, dict[str, Any], str]] = [  # tied, tied with a factor, and not
+    ("qwen2", {"layouts": "mixed", "targets": ("embed_tokens",)}, "packed"),
+    ("gemma3", {"targets": ("embed_tokens", "q_proj")}, "unpacked"),
+    ("llama", {"layouts": "mixed", "targets": ("embed_tokens", "lm_head", "down_proj")}, "packed"),
+    ("llama", {"targets": ("lm_head",)}, "unpacked"),
+    ("llama", {"targets": ("embed_tokens", "v_proj")}, "unpacked"),
+]
 
 
-@pytest.mark.parametrize(("family", "settings"), pairs(FAMILIES, OTHERS), ids=str)
-def test_gradients_of_other_bundles(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, settings: dict[str, Any]
+@pytest.mark.parametrize(
+    ("family", "settings", "arithmetic"),
+    [
+        *pairs(FAMILIES, EVERY, 2),
+        *pairs(FAMILIES, [(settings, "unpacked") for settings in OTHERS]),
+        *ENDS,
+    ],
+    ids=str,
+)
+def test_gradients_are_autograds(
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, settings: dict[str, Any], arithmetic: str
 ) -> None:
-    bundle = tiny(family, **settings)
+    """Of rows, and of packed ones: alone, and in one sequence with a mask over all its scores."""
+    exported = {key: value for key, value in settings.items() if key != "targets"}
+    bundle, targets = tiny(family, **exported), settings.get("targets")
+    if targets is not None:
+        bundle = with_lora(bundle, targets=targets, layers=2)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
-    _, found = mebp(model_of(bundle, 32), adapters, rows, tmp_path)
+    packed = packed_of(bundle, rng, int(rng.integers(40, 65)), 30)
     dense = reference.dense_model(bundle, adapters)
-    _, expected = reference.gradients(dense, [(row.tokens, row.scored) for row in rows])
-    targets = settings.get("lora_targets", "")
-    assert not targets or {name.split(".")[-2] for name in found} == set(targets.split(","))
-    agree(found, expected)
+    samples: Sequence[tuple[int, Sequence[Sample]]] = [(32, rows), (64, [packed])]
+    for bucket, given in samples:
+        model = model_of(bundle, bucket, arithmetic)
+        result, found = mebp(model, adapters, given, tmp_path)
+        flat = [(row.tokens, row.scored) for sample in given for row in sample.rows]
+        loss, expected = reference.gradients(dense, flat)
+        assert result.loss_sum / result.scored_tokens == pytest.approx(loss, rel=1e-5)
+        agree(found, expected)
+    masked_loss, masked = reference.packed_gradients(dense, packed)
+    assert masked_loss == pytest.approx(loss, rel=1e-5)
+    agree(found, masked)
+    named = targets or settings.get("lora_targets", "").split(",")
+    ours = {name.split(".")[-2] for name in found}
+    assert ours == {*named} if any(named) else len(found) == 2 * 7 * len(bundle.manifest.layers)
+    tokens = rows[0].inputs
+    logits = mx.array(scored_logits(model, adapters, tokens, np.arange(len(tokens))))
+    assert reference.relative_error(logits, dense(mx.array(tokens)[None])[0]) <= CLOSE
 
 
 def test_a_backward_pass_ends_at_the_first_layer_with_adapters(
@@ -133,27 +152,6 @@ def test_dropout_is_for_training_only(tiny: Tiny, rng: Rng, tmp_path: Path) -> N
     (losses,) = evaluate(model, adapters, rows, [NextToken()])
     assert sum(losses) == pytest.approx(plain.loss_sum, rel=1e-6)
     assert not any(mx.allclose(masked[name], exact[name], rtol=1e-3) for name in exact)
-
-
-@pytest.mark.parametrize(("family", "layouts", "arithmetic"), pairs(FAMILIES, COMPUTED, 2))
-def test_gradients_of_packed_rows_are_those_of_the_rows(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str, arithmetic: str
-) -> None:
-    """Of the rows one by one, and of one sequence with an explicit mask over all its scores."""
-    bundle = tiny(family, layouts)
-    adapters, packed = (
-        adapters_of(bundle, rng),
-        packed_of(bundle, rng, int(rng.integers(40, 65)), 30),
-    )
-    result, found = mebp(model_of(bundle, 64, arithmetic), adapters, [packed], tmp_path)
-    dense = reference.dense_model(bundle, adapters)
-    loss, expected = reference.gradients(dense, [(row.tokens, row.scored) for row in packed.rows])
-    assert result.scored_tokens == sum(len(row.scored) for row in packed.rows)
-    assert result.loss_sum / result.scored_tokens == pytest.approx(loss, rel=1e-5)
-    agree(found, expected)
-    masked_loss, masked = reference.packed_gradients(dense, packed)
-    assert masked_loss == pytest.approx(loss, rel=1e-5)
-    agree(found, masked)
 
 
 @pytest.mark.parametrize(

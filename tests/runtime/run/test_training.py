@@ -24,6 +24,7 @@ from support.runs import (
     adapter,
     evaluations_of,
     here,
+    json_of,
     metrics_of,
     ondevice,
     refuses,
@@ -40,11 +41,12 @@ from runtime.core.units import format_bytes
 from runtime.storage.saves import VERSION
 
 
-def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
+def test_a_run_keeps_and_says_what_it_promises(bundle: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = succeeds(*train_arguments(bundle, run, 3, eval_data="random:9", eval_rows=2), "--json")
-    summary = json.loads(done.stdout)
-    assert summary == summary_of(run)
+    held_out = {"eval_data": "random:9", "eval_rows": 2, "eval_every": 4}
+    done = succeeds(*train_arguments(bundle, run, 12, **held_out))
+    assert f"the run and its adapter are in {run}" in done.stdout
+    summary, plan = summary_of(run), json.loads((run / "plan.json").read_text())
     expected = {
         "method", "steps", "budget_bytes", "predicted_peak_bytes", "peak_footprint_bytes",
         "peak_rss_bytes", "step_s_median", "tokens_per_s", "final_train_loss", "eval",
@@ -52,29 +54,22 @@ def test_run_holds_what_it_promises(bundle: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     assert expected <= set(summary)
     assert summary["peak_footprint_bytes"] <= summary["budget_bytes"] == 400_000_000
-    assert set(summary["eval"]) == {"before", "after"}
+    assert summary["tokens_per_s"] >= summary["scored_tokens_per_s"] > 0
+    assert set(summary["eval"]) == {"before", "4", "8", "after"}
     for result in summary["eval"].values():
         assert {"loss", "perplexity", "accuracy"} <= set(result)
     lines = metrics_of(run)
-    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["step"] for line in lines] == [*range(1, 13)]
     keys = {
         "step", "loss", "learning_rate", "tokens", "scored_tokens", "seconds", "footprint_bytes",
     }  # fmt: skip
     assert all(keys <= set(line) for line in lines)
-    assert json.loads((run / "plan.json").read_text())["bucket"] == 32
-    refuses(2, "--resume", *train_arguments(bundle, run, 3), by=ondevice)
-
-
-def test_a_run_tells_its_course_in_lines_where_there_is_no_terminal(
-    bundle: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    held_out = {"eval_data": "random:9", "eval_rows": 2, "eval_every": 4}
-    done = succeeds(*train_arguments(bundle, run, 12, **held_out))
+    assert all(line["tokens"] == 2 * 24 >= line["scored_tokens"] for line in lines)
+    assert plan["bucket"] == 32
     said = done.stderr.splitlines()
     assert said[0].startswith("fits the budget of 400 MB: the expected peak is ")
-    smallest = json.loads((run / "plan.json").read_text())["minimum_bytes"]
-    assert said[0].endswith(f"the smallest budget that fits is {format_bytes(smallest, up=True)}")
+    smallest = format_bytes(plan["minimum_bytes"], up=True)
+    assert said[0].endswith(f"the smallest budget that fits is {smallest}")
     starts = (
         "before training: loss ", "step 1 of 12: loss ", "a step takes about ",
         "after step 4: loss ", "after step 8: loss ", "step 10 of 12: loss ",
@@ -82,12 +77,17 @@ def test_a_run_tells_its_course_in_lines_where_there_is_no_terminal(
     )  # fmt: skip
     places = [next(i for i, line in enumerate(said) if line.startswith(one)) for one in starts]
     assert places == sorted(places)
-    assert all(line["tokens"] == 2 * 24 >= line["scored_tokens"] for line in metrics_of(run))
-    summary = summary_of(run)
-    assert summary["tokens_per_s"] >= summary["scored_tokens_per_s"] > 0
     assert "sequence bucket of" not in done.stderr
-    again = ondevice("train", "--resume", run, "--verbose")
+    refuses(2, "--resume", *train_arguments(bundle, run, 3), by=ondevice)
+    known = evaluations_of(run)
+    known["after"]["loss"] = 123.0  # no evaluation would find it, and none is made again
+    replaced(run, "evaluations.json", json.dumps(known))
+    before = adapter(run)
+    again = succeeds("train", "--resume", run, "--verbose")
     assert "sequence bucket of 32 tokens, 2 sequences per batch" in again.stderr
+    assert f"start another run with --adapter {run}" in again.stderr
+    told = json_of("train", "--resume", run)
+    assert told == summary_of(run) and told["eval"] == known and adapter(run) == before
 
 
 def test_in_a_terminal_there_is_a_bar_below_what_is_said(bundle: Path, tmp_path: Path) -> None:
@@ -130,20 +130,6 @@ def test_a_run_ends_where_its_loss_has_risen(tiny: Tiny, tmp_path: Path) -> None
         for when, loss in losses.items()
         if when != "after" and when != str(summary["steps"])
     )
-
-
-def test_a_finished_run_is_not_evaluated_again(bundle: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    done = succeeds(*train_arguments(bundle, run, 2, eval_data="random:9", eval_rows=2))
-    assert f"the run and its adapter are in {run}" in done.stdout
-    known = evaluations_of(run)
-    known["after"]["loss"] = 123.0  # no evaluation would find it
-    replaced(run, "evaluations.json", json.dumps(known))
-    before = adapter(run)
-    resumed = succeeds("train", "--resume", run, "--json")
-    assert json.loads(resumed.stdout)["eval"] == known
-    assert f"start another run with --adapter {run}" in resumed.stderr
-    assert adapter(run) == before
 
 
 @at_length("most", 1, 10)
