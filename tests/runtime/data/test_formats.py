@@ -47,9 +47,13 @@ def texts(rows: TokenRows) -> list[tuple[str, str]]:
     return [(text(tokens), text(tokens[1:][scored])) for tokens, scored in found]
 
 
+TOLD = ("s: s<eos>u: a?<eos>a: yes<eos>", "yes<eos>")
+COMPLETED = ("<bos>a? b<eos>", " b<eos>")
 CHATTED = ("u: a?<eos>a: yes<eos>", "yes<eos>")
 ASKED = [{"role": "user", "content": "a?"}]
 ANSWER = [{"role": "assistant", "content": "yes"}]
+SHARED = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "yes"}]
+ALPACA = {"instruction": "a?", "input": "", "output": "yes"}
 
 
 @pytest.mark.parametrize(
@@ -58,32 +62,14 @@ ANSWER = [{"role": "assistant", "content": "yes"}]
         ({"messages": ASKED + ANSWER}, "messages", CHATTED),
         ({"messages": json.dumps(ASKED + ANSWER)}, "messages", CHATTED),
         ({"conversations": ASKED + ANSWER}, "ShareGPT", CHATTED),
-        (
-            {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "yes"}]},
-            "ShareGPT",
-            CHATTED,
-        ),
-        (
-            {"system": "s", "conversations": [{"from": "human", "value": "a?"},
-                                              {"from": "gpt", "value": "yes"}]},
-            "ShareGPT",
-            ("s: s<eos>" + CHATTED[0], CHATTED[1]),
-        ),
+        ({"conversations": SHARED}, "ShareGPT", CHATTED),
+        ({"system": "s", "conversations": SHARED}, "ShareGPT", TOLD),
         ({"prompt": ASKED, "completion": ANSWER}, "prompt and completion, as messages", CHATTED),
-        (
-            {"prompt": "a?", "completion": " b"},
-            "prompt and completion",
-            ("<bos>a? b<eos>", " b<eos>"),
-        ),
+        ({"prompt": "a?", "completion": " b"}, "prompt and completion", COMPLETED),
         ({"text": "abc"}, "text", ("<bos>abc<eos>", "abc<eos>")),
+        (ALPACA, "Alpaca, as conversations", CHATTED),
         (
-            {"instruction": "a?", "input": "", "output": "yes"},
-            "Alpaca, as conversations",
-            CHATTED,
-        ),
-        (
-            {"instruction": "a?", "input": "b", "output": "yes"},
-            "Alpaca, as conversations",
+            {**ALPACA, "input": "b"}, "Alpaca, as conversations",
             ("u: a?\n\nb<eos>a: yes<eos>", "yes<eos>"),
         ),
     ],
@@ -98,8 +84,7 @@ def test_fields_are_recognised_and_named(
 
 def test_alpaca_has_its_own_prompt_where_there_is_no_template(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path / "plain", SPECIAL)
-    row = {"instruction": "a?", "input": "b", "output": "yes"}
-    rows = read(bundle, [row, {**row, "input": ""}], length=400)
+    rows = read(bundle, [{**ALPACA, "input": "b"}, ALPACA], length=400)
     (first, scored), (second, _) = texts(rows)
     assert first.endswith("### Instruction:\na?\n\n### Input:\nb\n\n### Response:\nyes<eos>")
     assert scored == "yes<eos>"
@@ -110,7 +95,7 @@ def test_alpaca_has_its_own_prompt_where_there_is_no_template(tmp_path: Path) ->
 def test_columns_name_other_fields(bundle: Path) -> None:
     reading = Reading(columns={"prompt": "q", "completion": "a"})
     rows = read(bundle, [{"q": "a?", "a": " b", "text": "not this"}], reading)
-    assert texts(rows) == [("<bos>a? b<eos>", " b<eos>")]
+    assert texts(rows) == [COMPLETED]
     with pytest.raises(DataError, match=r"line 1: it has no field 'q', which --columns names; it"):
         read(bundle, [{"question": "a?"}], reading)
 
@@ -121,7 +106,7 @@ def test_columns_name_other_fields(bundle: Path) -> None:
         ({"conversations": "x"}, "conversations is not a list of messages"),
         (
             {"conversations": [{"from": "dog", "value": "x"}]},
-            "message 1 has the role 'dog', .*known are",
+            "message 1 has the role 'dog', .*kno",
         ),
         ({"conversations": [{"from": [], "value": "x"}]}, "message 1 has no role"),
         ({"conversations": [{"from": "human"}]}, "message 1 has no content"),
@@ -171,6 +156,7 @@ def test_every_suffix_that_is_named_is_read() -> None:
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
 PRETTY = "\n".join(json.dumps(row, indent=1) for row in ROWS)
 TABLE = "prompt,completion\na?,yes\n"
+SPACED = TABLE.replace(",", ", ", 1)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +179,7 @@ TABLE = "prompt,completion\na?,yes\n"
         ("a.csv", b"sep=;\n" + TABLE.replace(",", ";").encode(), ["separated by semicolons"], None),
         ("a.csv", TABLE.replace(",", "\t").encode(), ["separated by tabs"], None),
         ("a.TSV", TABLE.replace(",", "\t").encode(), [], None),
-        (
-            "a.csv",
-            TABLE.replace(",", ", ", 1).encode(),
-            ["with spaces in the header left out"],
-            None,
-        ),
+        ("a.csv", SPACED.encode(), ["with spaces in the header left out"], None),
         ("one.csv", b"text\na;b\n", [], [{"text": "a;b"}]),
     ],
 )  # fmt: skip
@@ -299,11 +280,8 @@ def test_everything_is_counted(bundle: Path) -> None:
         after([BOS, *ids("a much longer text")[:8]]),
     ]
     assert (report.read, report.kept, report.cut, report.skipped) == (6, 2, 1, 1)
-    assert report.dropped == {
-        "what is scored begins after 8 tokens": 1,
-        "it has no answer": 1,
-        "it is empty": 1,
-    }
+    dropped = ("what is scored begins after 8 tokens", "it has no answer", "it is empty")
+    assert report.dropped == dict.fromkeys(dropped, 1)
     assert (report.tokens, report.scored) == (4 + 8, 4 + 8)
     too_long = len(ids("far too long a prompt")) + 2
     assert report.lengths == {4: 1, len(ids("a much longer text")) + 1: 1, too_long: 1}

@@ -28,6 +28,15 @@ ANSWER = {"role": "assistant", "content": "yes"}
 CHATTED = "user: a?<eos>assistant: yes<eos>"
 ZONE = {"name": "clock", "parameters": {"type": "object"}}
 CALLED = 'user: a?<eos>assistant: clock{"zone": "CET"}<eos>'
+ARGUMENTS = '{"zone": "CET"}'
+AS_TEXT = f'{{"name": "clock", "arguments": {ARGUMENTS}}}'
+TOOLS = json.dumps([ZONE])
+TOOL = {"type": "function", "function": ZONE}
+OLDER = {"name": "clock", "arguments": ARGUMENTS}
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "clock", "arguments": {}}}
+HUMAN = {"from": "human", "value": "a?"}
+PAIR = {"prompt": "a", "completion": "b"}
+ALPACA = {"instruction": "a?", "output": "yes"}
 
 
 @pytest.fixture
@@ -71,8 +80,12 @@ def test_an_answer_that_is_switched_off_is_context(bundle: Path, switch: dict[st
     assert texts(rows) == ["user: a?<eos>assistant: no<eos>" + CHATTED]
     assert scored(rows) == ["yes<eos>"]
     assert (rows.report.lost, rows.report.warned) == ({}, 0)
-    turns = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "no", **switch}]
-    turns += [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "yes"}]
+    turns = [
+        HUMAN,
+        {"from": "gpt", "value": "no", **switch},
+        HUMAN,
+        {"from": "gpt", "value": "yes"},
+    ]
     assert scored(read(bundle, {"conversations": turns})) == ["yes<eos>"]
     everything = read(bundle, chat({"content": "no", **switch}, {}), reading=Reading(loss_on="all"))
     assert "no<eos>" not in scored(everything)[0]
@@ -104,33 +117,13 @@ def test_reasoning_that_the_template_does_not_write_is_counted(tmp_path: Path) -
 @pytest.mark.parametrize(
     "row",
     [
-        {
-            "functions": [ZONE],
-            "messages": [
-                ASKED,
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "function_call": {"name": "clock", "arguments": '{"zone": "CET"}'},
-                },
-            ],
-        },
-        {
-            "tools": json.dumps([ZONE]),
-            "conversations": [
-                {"from": "human", "value": "a?"},
-                {
-                    "from": "function_call",
-                    "value": '{"name": "clock", "arguments": {"zone": "CET"}}',
-                },
-            ],
-        },
+        chat({"content": None, "function_call": OLDER}, functions=[ZONE]),
+        {"conversations": [HUMAN, {"from": "function_call", "value": AS_TEXT}], "tools": TOOLS},
     ],
 )
 def test_older_calls_are_todays(bundle: Path, row: dict[str, Any]) -> None:
     rows = read(bundle, row)
-    declared = json.dumps({"type": "function", "function": ZONE})
-    assert texts(rows) == [declared + CALLED]
+    assert texts(rows) == [json.dumps(TOOL) + CALLED]
     assert rows.report.lost == {}
 
 
@@ -192,13 +185,12 @@ def test_parquet_gives_the_tokens_of_json_lines(bundle: Path) -> None:
 
 
 def test_cells_that_are_empty_or_numbers(bundle: Path) -> None:
-    alpaca = {"instruction": "a?", "output": "yes"}
-    rows = read(bundle, {**alpaca, "input": float("nan")}, {**alpaca, "input": 5, "output": 7})
+    rows = read(bundle, {**ALPACA, "input": float("nan")}, {**ALPACA, "input": 5, "output": 7})
     assert texts(rows) == [CHATTED, "user: a?\n\n5<eos>assistant: 7<eos>"]
 
 
 def test_alpacas_history_and_system(bundle: Path) -> None:
-    row = {"instruction": "a?", "input": "", "output": "yes", "system": "s"}
+    row = {**ALPACA, "input": "", "system": "s"}
     rows = read(bundle, {**row, "history": [["b?", "no"]]})
     assert texts(rows) == ["system: s<eos>user: b?<eos>assistant: no<eos>" + CHATTED]
     assert scored(rows) == ["no<eos>yes<eos>"]
@@ -207,7 +199,7 @@ def test_alpacas_history_and_system(bundle: Path) -> None:
 
 
 def test_alpacas_own_prompt_has_no_history(tmp_path: Path) -> None:
-    row = {"instruction": "a?", "output": "yes", "system": "s", "history": [["b?", "no"]]}
+    row = {**ALPACA, "system": "s", "history": [["b?", "no"]]}
     report = read(make_bundle(tmp_path / "bundle", SPECIAL), row).report
     assert [*report.lost] == [
         f"the field {key!r}, which is not read" for key in ("system", "history")
@@ -215,14 +207,13 @@ def test_alpacas_own_prompt_has_no_history(tmp_path: Path) -> None:
 
 
 def test_answers_that_are_labelled_false_are_dropped(bundle: Path) -> None:
-    pair = {"prompt": "a", "completion": "b"}
     for key in VERDICTS:
-        rows = read(bundle, {**pair, key: True}, {**pair, key: False}, {**pair, key: "False"})
+        rows = read(bundle, {**PAIR, key: True}, {**PAIR, key: False}, {**PAIR, key: "False"})
         assert (len(rows), rows.report.lost) == (1, {})
         assert rows.report.dropped == {f"its {key} is false, so its answer is not to be learnt": 2}
-    bits = read(bundle, *({**pair, "label": bit} for bit in (0, 1, "0", "1", 0.0, 1.0)))
+    bits = read(bundle, *({**PAIR, "label": bit} for bit in (0, 1, "0", "1", 0.0, 1.0)))
     assert (len(bits), bits.report.lost, [*bits.report.dropped.values()]) == (3, {}, [3])
-    for other in ({**pair, "label": 3}, {"text": "ab", "label": 0}):
+    for other in ({**PAIR, "label": 3}, {"text": "ab", "label": 0}):
         report = read(bundle, other).report
         assert report.lost == {"the field 'label', which is not read": 1}
 
@@ -290,17 +281,15 @@ def test_roles_have_many_names(bundle: Path, name: str) -> None:
 
 MINIMAL: dict[str, dict[str, Any]] = {
     "messages": chat({}),
-    "ShareGPT": {
-        "conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
-    },
+    "ShareGPT": {"conversations": [HUMAN, {"from": "gpt", "value": "b"}]},
     "prompt and completion, as messages": {"prompt": [ASKED], "completion": [ANSWER]},
-    "prompt and completion": {"prompt": "a", "completion": "b"},
-    "Alpaca, as conversations": {"instruction": "a", "output": "b"},
-    "Alpaca, in Alpaca's prompt": {"instruction": "a", "output": "b"},
+    "prompt and completion": PAIR,
+    "Alpaca, as conversations": ALPACA,
+    "Alpaca, in Alpaca's prompt": ALPACA,
     "text": {"text": "a"},
 }
 OTHER = {
-    "tools": [{"type": "function", "function": ZONE}],
+    "tools": [TOOL],
     "functions": [ZONE],
     "documents": [{"text": "d"}],
     "chat_template_kwargs": {"style": "s"},
@@ -336,10 +325,7 @@ def test_each_key_of_a_message_and_a_call_is_used_neutral_or_named(bundle: Path)
     }
 
 
-SWITCHED = {"role": "user", "content": "a?", "train": False}
-CALL: dict[str, Any] = {"type": "function", "function": {"name": "clock", "arguments": {}}}
-HUMAN = {"from": "human", "value": "a?"}
-ALPACA = {"instruction": "a?", "output": "yes"}
+WEIGHED = {"type": "text", "text": "yes", "weight": 0}
 NOTHING_ELSE = "nothing but the word 'nan'{}, as some programs write an empty cell"
 FOREIGN = "'<|im_end|>', which is no token of this model"
 
@@ -347,37 +333,22 @@ FOREIGN = "'<|im_end|>', which is no token of this model"
 @pytest.mark.parametrize(
     ("row", "lost"),
     [
-        (
-            chat({"content": [{"type": "text", "text": "yes", "weight": 0}]}),
-            "the field 'weight' in a part of a message, which is not read",
-        ),
-        (
-            chat({"function_call": {"name": "x"}, "tool_calls": [CALL]}),
-            "the field 'function_call' in",
-        ),
-        (
-            chat({}, tools=[{"type": "function", "function": ZONE}], functions=[ZONE]),
-            "'functions' beside 'tools', of which only 'tools' is read",
-        ),
-        (
-            {"messages": [{**ASKED, "from": "human", "value": "b"}, ANSWER]},
-            "the field 'value' in a m",
-        ),
+        (chat({"content": [WEIGHED]}), "the field 'weight' in a part of a message, which is not r"),
+        (chat({"function_call": {}, "tool_calls": [CALL]}), "the field 'function_call' in"),
+        (chat({}, tools=[TOOL], functions=[ZONE]), "'functions' beside 'tools', of which only 't"),
+        ({"messages": [{**ASKED, **HUMAN, "value": "b"}, ANSWER]}, "the field 'value' in a m"),
         (chat({"content": "yes<eos> "}), "'<eos>' at the end of an answer, where the template wri"),
         (chat({"content": "<bos>yes"}), "the special token '<bos>' in a message, as if the templ"),
         (chat({"content": "yes<|im_end|>b"}), FOREIGN + ", in a message"),
         ({"text": "a<|im_end|>"}, FOREIGN),
-        ({"prompt": "a", "completion": "b<|im_end|>"}, FOREIGN),
+        ({**PAIR, "completion": "b<|im_end|>"}, FOREIGN),
         ({"prompt": "a?", "completion": "b"}, "a prompt that its completion follows without a sp"),
         ({"text": "a<bos>b"}, "'<bos>' inside its text"),
         ({**ALPACA, "input": "nan"}, NOTHING_ELSE.format(" as 'input'")),
         ({"prompt": "a", "completion": "nan"}, NOTHING_ELSE.format(" as 'completion'")),
         (chat({"content": "nan"}), NOTHING_ELSE.format(" in a message")),
         (chat({"add_generation_prompt": 1}), "'add_generation_prompt' in a message, which the cha"),
-        (
-            chat({"tool_calls": [{**CALL, "style": 1}]}),
-            "'style' in a tool call, which the chat template of bundle does not write",
-        ),
+        (chat({"tool_calls": [{**CALL, "style": 1}]}), "'style' in a tool call, which the chat t"),
     ],
 )
 def test_what_is_not_learnt_as_it_stands_is_counted(
@@ -409,7 +380,7 @@ def test_what_a_template_writes_of_the_last_turn_alone_is_counted(tmp_path: Path
 
 
 def test_a_switch_that_everything_overrides_is_counted(bundle: Path) -> None:
-    row = {"messages": [SWITCHED, ANSWER]}
+    row = {"messages": [{**ASKED, "train": False}, ANSWER]}
     assert read(bundle, row).report.lost == {}
     lost = read(bundle, row, reading=Reading(loss_on="all")).report.lost
     assert [*lost] == ["a switch in a message that is no answer, which --loss-on all scores"]
@@ -417,9 +388,8 @@ def test_a_switch_that_everything_overrides_is_counted(bundle: Path) -> None:
 
 @pytest.mark.parametrize("caller", ["function_call", "tool_call"])
 def test_a_call_may_be_a_turn(bundle: Path, caller: str) -> None:
-    said = '{"name": "clock", "arguments": {"zone": "CET"}}'
-    as_role = {"messages": [ASKED, {"role": caller, "content": said}]}
-    rows = read(bundle, as_role, {"conversations": [HUMAN, {"from": caller, "value": said}]})
+    as_role = {"messages": [ASKED, {"role": caller, "content": AS_TEXT}]}
+    rows = read(bundle, as_role, {"conversations": [HUMAN, {"from": caller, "value": AS_TEXT}]})
     assert texts(rows) == [CALLED, CALLED]
     with pytest.raises(DataError, match=rf"a turn of '{caller}' is no call, as .*: 'clock\(\)'"):
         read(bundle, {"messages": [ASKED, {"role": caller, "content": "clock()"}]})
@@ -454,10 +424,8 @@ def test_blank_tools_are_none_and_others_are_refused(bundle: Path) -> None:
 @pytest.mark.parametrize("text", ["\u200b", "\ufeff", "<eos>", "<think>\n\n</think>\n"], ids=ascii)
 def test_what_says_nothing_is_an_empty_answer(bundle: Path, text: str) -> None:
     rows = [chat({"content": text}), {"prompt": "a", "completion": text}, {"text": text}]
-    assert read(bundle, *rows, chat({})).report.dropped == {
-        "its answer is empty": 2,
-        "it is empty": 1,
-    }
+    dropped = read(bundle, *rows, chat({})).report.dropped
+    assert dropped == {"its answer is empty": 2, "it is empty": 1}
 
 
 def test_ends_that_no_token_has_are_no_texts(bundle: Path) -> None:
