@@ -57,8 +57,8 @@ def python(
 def copied_program(folder: Path) -> Path:
     """A copy of all packages, for a test to change."""
     for floor in ("ondevice", "harness", "export", "runtime"):
-        left_out = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / floor, folder / floor, ignore=left_out)
+        half_written = shutil.ignore_patterns("*.pyc.*")  # by processes that import it meanwhile
+        shutil.copytree(ROOT / floor, folder / floor, ignore=half_written)
     return folder
 
 

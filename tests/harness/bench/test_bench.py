@@ -528,6 +528,8 @@ def test_peers(bundles: Path, tmp_path: Path) -> None:
     found, text = one_row(bundles, tmp_path, "peers", peers="ours,paper", budget="1GB")
     ours, paper = found["variants"]
     assert paper["time_ratio"]["median"] > 0 and ours["time_ratio"] is None
+    trained = {one["processes"][0]["trainable_parameters"] for one in found["variants"]}
+    assert len(trained) == 1 and trained != {0}
     assert ours["processes"][0]["command"].startswith(f"ondevice train {MODEL} ")
     assert "time: ours/it" in text and "ondevice train --plan paper" in text
     assert peer_bench.OPTION in text

@@ -238,10 +238,10 @@ for bundle in sys.argv[1:]:
 
 
 def test_no_large_matrix_is_ever_whole_in_memory(tmp_path: Path, rng: Rng) -> None:
-    """Of two models, the second's embedding takes 61 MB more as float32, and 31 as bfloat16."""
+    """Of two models, the second's embedding takes 31 MB more as float32, and 15 as bfloat16."""
     config, _ = weights_of("tiny-qwen2")
     bundles = []
-    for rows in (3_000, 33_000):
+    for rows in (3_000, 18_000):
         config |= {"vocab_size": rows, "hidden_size": 512}
         shapes = expected_shapes("qwen2", config)
         drawn = {key: rng.standard_normal(shape, np.float32) for key, shape in shapes.items()}
@@ -251,4 +251,4 @@ def test_no_large_matrix_is_ever_whole_in_memory(tmp_path: Path, rng: Rng) -> No
     command = [sys.executable, "-c", PEAKS, *bundles]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     small, large = map(int, done.stdout.split())
-    assert large - small < 15e6
+    assert large - small < 10e6, large - small

@@ -32,24 +32,22 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path: Path, problem: type[Base
     assert listing(tmp_path) == []
 
 
-@pytest.mark.parametrize("problem", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_export_interrupted_anywhere_leaves_nothing(
-    tmp_path: Path, rng: Rng, problem: type[BaseException]
-) -> None:
+def test_an_export_interrupted_anywhere_leaves_nothing(tmp_path: Path, rng: Rng) -> None:
     calls: list[str] = []
     export_bundle(settings("random:tiny-qwen2", tmp_path / "whole"), lambda *a: calls.append(a[0]))
     before = listing(tmp_path)
     assert {"graphs", "model.layers.1.mlp.down_proj"} <= set(calls)
+    places = [(False, "new"), (True, "whole")]
+    problems: list[type[BaseException]] = [ZeroDivisionError, KeyboardInterrupt]
     for stop in {0, len(calls) - 1, *rng.integers(0, len(calls), 1).tolist()}:
-        left = [stop]
+        for (force, name), problem in zip(places, rng.permutation(problems), strict=True):
+            left = [stop]
 
-        def progress(what: str, done: int, total: int, left: list[int] = left) -> None:
-            left[0] -= 1
-            if left[0] < 0:
-                raise problem
+            def progress(what: str, done: int, total: int) -> None:
+                left[0] -= 1  # noqa: B023
+                if left[0] < 0:  # noqa: B023
+                    raise problem  # noqa: B023
 
-        for force, name in ((False, "new"), (True, "whole")):
-            left[0] = stop
             with pytest.raises(problem):
                 export_bundle(settings("random:tiny-qwen2", tmp_path / name, force=force), progress)
             assert listing(tmp_path) == before

@@ -93,7 +93,7 @@ def test_logits_are_those_of_the_whole(tiny: Tiny, rng: Rng, family: str, kind: 
     targets = (*manifest.linear_names, *outside)
     bundle = plain.with_lora(LoraSettings(int(rng.choice([1, 3, 8])), 7.0, targets))
     adapters = adapters_of(bundle, rng)
-    tokens = tokens_of(bundle, rng, 100)
+    tokens = tokens_of(bundle, rng, 80)
     expected = dense_logits(bundle, adapters, tokens)
     decoder = Decoder(open_session(bundle, plan_of(bundle, kind)), adapters)
     for end, logits in read_in_parts(decoder, tokens, rng).items():
