@@ -63,10 +63,19 @@ def rewrite(path: Path, document: Any) -> None:
     (path / MANIFEST).write_bytes(text)
 
 
+def say(path: Path, where: str, value: Any) -> Path:
+    """Let the manifest of the bundle there say something else in one place."""
+    document = manifest_of(path)
+    put(document, where, value)
+    rewrite(path, document)
+    return path
+
+
 def links(bundle: Bundle, folder: Path) -> Path:
     """A copy whose files, but for the manifest, are the bundle's own."""
     shutil.copytree(bundle.path, folder, copy_function=os.link)
     (folder / MANIFEST).unlink()
+    shutil.copyfile(bundle.path / MANIFEST, folder / MANIFEST)
     return folder
 
 

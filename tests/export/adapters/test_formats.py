@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ from mlx_lm.tuner.utils import load_adapters
 from oracles.whole_model import dense_model
 from safetensors.numpy import load_file
 from support.adapters import SOME, check_same, read_again, saved_adapter, written
-from support.bundles import Tiny
+from support.bundles import Tiny, copied, say
 from support.llama_names import MATRICES, in_llamas_order
 from support.logits import engine_logits
 from support.models import each_family, relative
 from support.runs import here, ondevice, train_arguments
 
 from export.config.fuse import FORMATS
-from runtime.bundle.store import Bundle
+from runtime.bundle.store import Bundle, open_bundle
 
 Rng = np.random.Generator
 SETTINGS = ({}, {**SOME, "rslora": True, "dropout": 0.1})
@@ -119,15 +120,8 @@ def test_gguf_holds_every_tensor_as_llama_cpp_wants_it(
 def test_a_model_that_also_sees_has_its_language_model_inside(
     tiny: Tiny, rng: Rng, tmp_path: Path
 ) -> None:
-    from support.bundles import copied, manifest_of, rewrite
-
-    from runtime.bundle.store import open_bundle
-
     folder = copied(tiny("gemma3"), tmp_path / "bundle")
-    document = manifest_of(folder)
-    document["provenance"]["text_model_type"] = "gemma3_text"
-    rewrite(folder, document)
-    bundle = open_bundle(folder)
+    bundle = open_bundle(say(folder, "provenance/text_model_type", "gemma3_text"))
     adapters = saved_adapter(bundle, rng, tmp_path / "ours", **SOME)
     for form, file, prefix in (
         ("peft", "adapter_model", "base_model.model.model.language_model.layers.2."),
@@ -137,8 +131,6 @@ def test_a_model_that_also_sees_has_its_language_model_inside(
         assert all(name.startswith(prefix) for name in load_file(out / f"{file}.safetensors"))
         check_same(read_again(bundle, out), adapters)
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_bytes())
-    import re
-
     names = {
         "model.language_model.layers.2.self_attn.q_proj": True,
         "model.language_model.layers.1.self_attn.q_proj": False,

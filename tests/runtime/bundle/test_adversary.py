@@ -18,9 +18,9 @@ from support.bundles import (
     copied,
     links,
     manifest_of,
-    put,
     rewrite,
     runnable,
+    say,
     with_noise,
 )
 from support.models import model_of
@@ -142,7 +142,7 @@ def rewritten(bundle: Bundle, folder: Path, change: Callable[[dict[str, Any]], o
     ids=lambda part: repr(part)[:40],
 )
 def test_lies_are_refused(origin: Bundle, tmp_path: Path, where: str, value: Any) -> None:
-    path = rewritten(origin, tmp_path / "bundle", lambda document: put(document, where, value))
+    path = say(links(origin, tmp_path / "bundle"), where, value)
     with pytest.raises(BundleError) as caught:
         open_bundle(path)
     assert len(str(caught.value)) < 2000
@@ -195,7 +195,7 @@ def test_lies_about_floats_are_refused(
     tiny: Tiny, tmp_path: Path, where: str, value: Any, told: str
 ) -> None:
     bundle = tiny("qwen2", layouts="bfloat16")
-    path = rewritten(bundle, tmp_path / "b", lambda found: put(found, f"{FIRST}/{where}", value))
+    path = say(links(bundle, tmp_path / "bundle"), f"{FIRST}/{where}", value)
     with pytest.raises(BundleError, match=told):
         open_bundle(path)
 
@@ -243,7 +243,7 @@ def test_error_statistics_are_whole_or_absent(
 
 @pytest.mark.parametrize("odd", ["\ud800", float("nan"), [{"a": float("inf")}]], ids=repr)
 def test_what_could_not_be_shown_is_refused(origin: Bundle, tmp_path: Path, odd: Any) -> None:
-    path = rewritten(origin, tmp_path / "b", lambda found: put(found, "provenance/name", odd))
+    path = say(links(origin, tmp_path / "bundle"), "provenance/name", odd)
     with pytest.raises(BundleError, match="is damaged: JSON is malformed"):
         open_bundle(path)
     facts = {**origin.manifest.provenance, "name": odd}  # nor is it written
@@ -368,7 +368,7 @@ def test_other_truths_run(origin: Bundle, tmp_path: Path, rng: Rng, where: str, 
     shared = where.startswith(("matrices", "blocks"))
     if where.startswith("matrices"):
         value = manifest_of(origin.path)["matrices"][value.removeprefix("matrices/")]
-    path = rewritten(origin, tmp_path / "bundle", lambda document: put(document, where, value))
+    path = say(links(origin, tmp_path / "bundle"), where, value)
     if shared:
         with pytest.raises(BundleError):
             open_bundle(path)

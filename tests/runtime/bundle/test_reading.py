@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.bundles import Rng, copied, manifest_of, rewrite
+from support.bundles import Rng, copied, rewrite, say
 
 from ondevice.cli.describe import describe_bundle
 from runtime.bundle.manifest import HURT_NATS, VERSION, Quality
@@ -208,10 +208,7 @@ def test_a_good_base_gives_no_warning() -> None:
 def test_inspect_shows_it(origin: Bundle, tmp_path: Path) -> None:
     folder = copied(origin, tmp_path / "bundle")
     assert "not measured" in describe_bundle(open_bundle(folder))
-    document = manifest_of(folder)
-    document["quality"] = msgspec.to_builtins(QUALITY)
-    rewrite(folder, document)
-    opened = open_bundle(folder)
+    opened = open_bundle(say(folder, "quality", msgspec.to_builtins(QUALITY)))
     assert opened.manifest.quality == QUALITY
     text = describe_bundle(opened)
     assert QUALITY.describe() in text and QUALITY.warning() in text
@@ -222,8 +219,6 @@ def test_impossible_figures_are_refused(
     origin: Bundle, tmp_path: Path, wrong: dict[str, float]
 ) -> None:
     folder = copied(origin, tmp_path / "bundle")
-    document = manifest_of(folder)
-    document["quality"] = {**msgspec.to_builtins(QUALITY), **wrong}
-    rewrite(folder, document)
+    say(folder, "quality", {**msgspec.to_builtins(QUALITY), **wrong})
     with pytest.raises(BundleError, match="quality"):
         open_bundle(folder)

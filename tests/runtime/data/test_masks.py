@@ -26,15 +26,7 @@ SPECIAL = {
     "llama3": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "mistral": ["[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
 }
-END = {
-    "chatml": "<|im_end|>",
-    "marked": "<|im_end|>",
-    "qwen2_5": "<|im_end|>",
-    "qwen3": "<|im_end|>",
-    "gemma3": "<end_of_turn>",
-    "llama3": "<|eot_id|>",
-    "mistral": "<eos>",
-}
+END = {name: tokens[-1] for name, tokens in SPECIAL.items()} | {"mistral": "<eos>"}
 SAY = {"mistral": " "}  # written before an answer's text, after the prompt has ended
 THINK = {"qwen3": "<think>\n\n</think>\n\n"}  # written before the last answer alone
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.bundles import copied, manifest_of, rewrite, settings
+from support.bundles import copied, say, settings
 from support.checkpoints import weights_of, write_folder
 from support.generation import continued, generating, pieces
 from support.text_bundle import text_bundle
@@ -110,10 +110,7 @@ def test_a_sequence_is_no_longer_than_the_model_was_made_for(
     long = generating(bundle, "the cat ", max_tokens=50)
     assert "".join(long) == wanted
     assert long.result.stopped == "max_tokens" and long.result.generated_tokens == 50
-    short = copied(bundle, tmp_path / "short")
-    document = manifest_of(short)
-    document["config"]["max_position_embeddings"] = 20
-    rewrite(short, document)
+    short = say(copied(bundle, tmp_path / "short"), "config/max_position_embeddings", 20)
     command = ["generate", str(short), "--prompt", "the cat ", "--json"]
     assert main(command) == 0
     said = capsys.readouterr()

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.bundles import copied, manifest_of, put, rewrite, runnable, settings, with_noise
+from support.bundles import copied, manifest_of, put, rewrite, runnable, say, settings, with_noise
 from support.files import listing
 from support.models import model_of
 from support.runs import adapter, here, ondevice, refuses, succeeds, train_arguments
@@ -134,10 +134,7 @@ def test_several_processes_may_start_at_once(origin: Bundle, stranger: Path) -> 
 def test_a_bundle_of_another_model_is_refused_and_leaves_nothing(
     origin: Bundle, stranger: Path, tmp_path: Path
 ) -> None:
-    path = copied(origin, tmp_path / "bundle")
-    document = manifest_of(path)
-    put(document, "config/num_attention_heads", 3)
-    rewrite(path, document)
+    path = say(copied(origin, tmp_path / "bundle"), "config/num_attention_heads", 3)
     with pytest.raises(BundleError, match=str(path)):
         runnable(path)
     assert [one.suffix for one in (stranger / "graphs").iterdir()] == [".lock"]
@@ -214,10 +211,7 @@ def test_a_program_that_is_not_that_of_its_model_is_refused(
     origin: Bundle, stranger: Path, tmp_path: Path, where: str, value: float
 ) -> None:
     """Also once the graphs of its configuration are there."""
-    path = copied(origin, tmp_path / "bundle")
-    document = manifest_of(path)
-    put(document, where, value)
-    rewrite(path, document)
+    path = say(copied(origin, tmp_path / "bundle"), where, value)
     for _ in range(2):
         with pytest.raises(BundleError, match="computes the model in another way"):
             runnable(path)
@@ -229,23 +223,16 @@ def test_a_manifest_that_changes_while_it_is_traced_changes_nothing(
 ) -> None:
     path = copied(origin, tmp_path / "bundle")
     bundle = open_bundle(path)
-    document = manifest_of(path)
-    put(document, "config/rms_norm_eps", 0.5)
-    rewrite(path, document)  # after it was read
+    say(path, "config/rms_norm_eps", 0.5)  # after it was read
     assert (forward_of(with_graphs(bundle), seed) == forward_of(origin, seed)).all()
 
 
 def test_trust_refuses_what_cannot_run_anyway(
     origin: Bundle, stranger: Path, tmp_path: Path
 ) -> None:
-    path = copied(origin, tmp_path / "bundle")
-    document = manifest_of(path)
-    document["mlx_version"] = "0.1.2"
-    rewrite(path, document)
+    path = say(copied(origin, tmp_path / "bundle"), "mlx_version", "0.1.2")
     refuses(2, "traced by MLX '0.1.2'", "trust", path, "--yes")
-    document["mlx_version"] = "0.1\x1b[2J"
-    rewrite(path, document)
-    assert here("inspect", path).returncode == 4
+    assert here("inspect", say(path, "mlx_version", "0.1\x1b[2J")).returncode == 4
 
 
 def test_what_another_user_wrote_into_the_cache_is_not_trusted(
