@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from model_types.tiny import tiny
 from oracles import whole_model as reference
+from oracles.estimators import MonolithicMeZO
 from oracles.whole_model_full import MonolithicFullMeZO
 from support.bundles import runnable, settings
 from support.checkpoints import weights_of, write_folder
@@ -124,7 +125,7 @@ def test_its_logits_gradients_and_losses_are_the_dense_models(
     # there positions go on from row to row, and round otherwise
     agree(gradients, reference.gradients(dense, flat(packed.rows))[1], 5 * CLOSE)
 
-    oracle = reference.MonolithicMeZO(
+    oracle = MonolithicMeZO(
         Adapters(bundle.manifest, dict(adapters.tensors)), Noise(1, "gaussian"), 1e-3, 1, 0.0
     )
     shape = (1, BUCKET, bundle.manifest.hidden_size)

@@ -30,7 +30,7 @@ class Monolithic(ABC):
         self.epsilon, self.weight_decay = epsilon, weight_decay
 
     @abstractmethod
-    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> object:
         """Change the adapters by one step."""
 
     def direction(self, number: int, query: int, name: str) -> mx.array:
@@ -60,6 +60,35 @@ class Monolithic(ABC):
                 update = update + self.direction(number, query, name) * weight
             self.adapters.tensors[name] = theta - update * rate
         mx.eval(self.adapters.tensors)
+
+
+class MonolithicMeZO(Monolithic):
+    """MeZO's Algorithms 1 and 2 as published: all parameters perturbed, then a whole forward.
+
+    theta - eps z is computed from theta, where the paper perturbs thrice, which rounds.
+    """
+
+    def __init__(
+        self, adapters: Adapters, noise: Noise, epsilon: float, queries: int, weight_decay: float
+    ) -> None:
+        super().__init__(adapters, noise.seed, epsilon, weight_decay)
+        self.noise, self.queries = noise, queries
+
+    def direction(self, number: int, query: int, name: str) -> mx.array:
+        return self.noise.draw(number, query, name, self.adapters.tensors[name].shape)
+
+    def step(
+        self, model: Model, rows: Sequence[Sample], number: int, rate: float
+    ) -> tuple[float, list[float]]:
+        """Returns the mean of all losses, and the projected gradients."""
+        both = (self.epsilon, -self.epsilon)
+        losses = [
+            [self.loss(model, rows, number, query, by) for by in both]
+            for query in range(self.queries)
+        ]
+        gradients = [(plus - minus) / (2 * self.epsilon) for plus, minus in losses]
+        self.descend(number, rate, [gradient / self.queries for gradient in gradients])
+        return sum(map(sum, losses)) / (2 * len(losses)), gradients
 
 
 class MonolithicFZOO(Monolithic):

@@ -29,7 +29,6 @@ from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Sample
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import StepDropout
-from runtime.methods.noise import Noise
 
 Row = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # tokens (T+1,) and the scored positions (N,)
 
@@ -204,47 +203,6 @@ def gradients(
         found: dict[str, mx.array] = dict(tree_flatten(tree))
         mx.eval(value, found)
     return float(value), found
-
-
-class MonolithicMeZO:
-    """MeZO's Algorithms 1 and 2 as published: all parameters perturbed, then a whole forward.
-
-    Two departures make exact comparison possible: theta + eps z and theta - eps z are computed
-    from a copy of theta, where the paper restores theta by a third perturbation, which rounds; and
-    the loss is that of the bundle's own kernels.
-    """
-
-    def __init__(
-        self, adapters: Adapters, noise: Noise, epsilon: float, queries: int, weight_decay: float
-    ) -> None:
-        self.adapters = adapters
-        self.noise, self.epsilon = noise, epsilon
-        self.queries, self.weight_decay = queries, weight_decay
-
-    def _perturbed(self, step: int, query: int, by: float) -> Adapters:
-        theta = self.adapters.tensors
-        z = {name: self.noise.draw(step, query, name, theta[name].shape) for name in theta}
-        tensors = {name: theta[name] + z[name] * by for name in theta}
-        return Adapters(self.adapters.manifest, tensors)
-
-    def step(
-        self, model: Model, rows: Sequence[Sample], number: int, rate: float
-    ) -> tuple[float, list[float]]:
-        """Update the adapters; returns the mean of all losses, and the projected gradients."""
-        losses: list[tuple[float, float]] = []
-        for query in range(self.queries):
-            plus = plain_loss(model, self._perturbed(number, query, self.epsilon), rows)
-            minus = plain_loss(model, self._perturbed(number, query, -self.epsilon), rows)
-            losses.append((plus, minus))
-        gradients = [(plus - minus) / (2 * self.epsilon) for plus, minus in losses]
-        for name, theta in self.adapters.tensors.items():
-            update = theta * self.weight_decay
-            for query, gradient in enumerate(gradients):
-                z = self.noise.draw(number, query, name, theta.shape)
-                update = update + z * (gradient / self.queries)
-            self.adapters.tensors[name] = theta - update * rate
-        mx.eval(self.adapters.tensors)
-        return sum(map(sum, losses)) / (2 * len(losses)), gradients
 
 
 def linear(

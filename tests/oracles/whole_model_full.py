@@ -70,7 +70,7 @@ def all_weights(bundle: Bundle) -> dict[str, F32]:
 class MonolithicFullMeZO:
     """MeZO's Algorithms 1 and 2 over all parameters, perturbed at once, then a whole forward.
 
-    As in `tests.oracles.whole_model.MonolithicMeZO` perturbed values are computed from theta, and
+    As in `tests.oracles.estimators.MonolithicMeZO` perturbed values are computed from theta, and
     the loss is that of the bundle's own kernels. Updated matrices are rounded up or down, as
     `noise` draws it, to the type in which the bundle stores them. Vectors have no weight decay.
     """

@@ -20,6 +20,7 @@ from runtime.core.signals import ENDING
 from runtime.machine.backend import prepare
 from runtime.machine.glibc import trim_heap
 from runtime.run.folder import RunFolder
+from runtime.run.results import Step
 from support.forks import ROOT, forked, forks, import_path
 
 COMMAND = [sys.executable, "-m", "ondevice"]
@@ -204,6 +205,13 @@ def check_same(run: Path, expected: Path) -> None:
     there = {name for name in names if (expected / name).exists()}
     assert there == {name for name in names if (run / name).exists()}
     assert all((run / name).read_bytes() == (expected / name).read_bytes() for name in there)
+
+
+def step_of(number: int, **facts: Any) -> Step:
+    """A step as a run tells it, made up."""
+    peaks = dict.fromkeys(("footprint_bytes", "peak_footprint_bytes", "peak_rss_bytes"), 93_000_000)
+    given = {"loss": 1.5, "learning_rate": 3e-4, "scored_tokens": 10, "tokens": 48, "seconds": 2.0}
+    return Step(**{"number": number, "forward_passes": 1, **given, **peaks, **facts})
 
 
 def summary_of(run: Path) -> dict[str, Any]:

@@ -165,17 +165,8 @@ def test_tokens_that_the_model_does_not_embed_cost_their_rows(tmp_path: Path) ->
     data = tmp_path / "a.jsonl"
     rows = [{"prompt": "a", "completion": c} for c in ("b", "<new>", "c<new><other>", "d")]
     data.write_text("\n".join(map(json.dumps, rows)))
-    options = [
-        "--steps",
-        1,
-        NO_OTHERS,
-        "--output",
-        tmp_path / "run",
-        "--data",
-        data,
-        "--max-seq-length",
-        16,
-    ]
+    options = ["--steps=1", NO_OTHERS, "--max-seq-length=16"]
+    options += [f"--output={tmp_path / 'run'}", f"--data={data}"]
     for done in (here("data", data, f"--bundle={bundle}"), here("train", bundle, *options)):
         assert done.returncode == 0, done.stderr
         whole = done.stdout + done.stderr

@@ -7,25 +7,10 @@ import sys
 from pathlib import Path
 
 from support.bundles import Tiny
-from support.runs import train_arguments
+from support.runs import step_of, train_arguments
 
 from ondevice.cli.progress import LINE_SECONDS, LINE_STEPS, Steps
 from runtime.run.results import Step
-
-
-def entry(number: int, seconds: float = 2.0, loss: float | None = 1.5) -> Step:
-    return Step(
-        number=number,
-        loss=loss,
-        learning_rate=3e-4,
-        scored_tokens=10,
-        tokens=48,
-        forward_passes=1,
-        seconds=seconds,
-        footprint_bytes=93_000_000,
-        peak_footprint_bytes=93_000_000,
-        peak_rss_bytes=93_000_000,
-    )
 
 
 def lines(entries: list[Step], total: int) -> dict[int, str]:
@@ -35,7 +20,7 @@ def lines(entries: list[Step], total: int) -> dict[int, str]:
 
 
 def test_a_line_comes_first_at_each_tenth_step_and_last() -> None:
-    found = lines([entry(step) for step in range(4, 37)], 36)
+    found = lines([step_of(step) for step in range(4, 37)], 36)
     assert list(found) == [4, LINE_STEPS, 2 * LINE_STEPS, 3 * LINE_STEPS, 36]
     assert found[10] == (
         "step 10 of 36: loss 1.5000, learning rate 0.0003, 24 tokens/s (5 scored), footprint "
@@ -45,26 +30,26 @@ def test_a_line_comes_first_at_each_tenth_step_and_last() -> None:
 
 
 def test_long_steps_are_told_sooner() -> None:
-    found = lines([entry(step, LINE_SECONDS / 2) for step in range(1, 9)], 9)
+    found = lines([step_of(step, seconds=LINE_SECONDS / 2) for step in range(1, 9)], 9)
     assert list(found) == [1, 3, 5, 7]
 
 
 def test_a_line_has_the_means_since_the_line_before_it() -> None:
     losses = [9.0, 1.0, None, 3.0, *[2.0] * 6]
     seconds = [4.0, *[2.0] * 8, 20.0]
-    entries = [entry(i + 1, seconds[i], losses[i]) for i in range(10)]
+    entries = [step_of(i + 1, seconds=seconds[i], loss=losses[i]) for i in range(10)]
     found = lines(entries, 99)
     assert "loss 9.0000" in found[1] and "12 tokens/s (2 scored)" in found[1]
     assert "loss 2.0000" in found[10] and "12 tokens/s (2 scored)" in found[10]
     assert found[10].endswith("2 min 58 s left")  # 89 of the median step
-    assert "loss not finite" in lines([entry(1, 2.0, None)], 9)[1]
+    assert "loss not finite" in lines([step_of(1, loss=None)], 9)[1]
 
 
 def test_the_time_of_all_steps_is_said_once_after_the_first_few() -> None:
     steps = Steps()
     said = []
     for step, seconds in enumerate([30.0, 1.0, 3.0, 5.0], 1):
-        one = entry(step, seconds)
+        one = step_of(step, seconds=seconds)
         steps.line(one, 63)
         said.append(steps.estimate(one, 63))
     assert said == ["", "", "a step takes about 2.00 s: about 2 min 00 s for the 60 steps left", ""]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from support.runs import step_of
 
 from harness.report.page_shell import page, paragraph
 from harness.report.table import Table
@@ -85,21 +86,17 @@ def test_a_page_shows_them() -> None:
     assert escaped(html) == html
 
 
-def step(number: int, loss: float | None = 12.3456, right: float | None = None) -> Step:
-    return Step(
-        number=number, loss=loss, learning_rate=1e-4, scored_tokens=10, tokens=4000,
-        forward_passes=1, seconds=37.0, footprint_bytes=93_400_000,
-        peak_footprint_bytes=93_400_000, peak_rss_bytes=93_400_000, objective=right,
-    )  # fmt: skip
+LONG = {"loss": 12.3456, "seconds": 37.0, "tokens": 4000, "footprint_bytes": 93_400_000}
+FOOTPRINT = "footprint 93.4 MB"
 
 
 @pytest.mark.parametrize(
     ("one", "line"),
     [
-        (step(9990), "step 9990 of 10000, loss 12.346, footprint 93.4 MB, 6 min 10 s left"),
+        (step_of(9990, **LONG), f"step 9990 of 10000, loss 12.346, {FOOTPRINT}, 6 min 10 s left"),
         (
-            step(1000, None, 1.0),
-            "[#         ] step 1000 of 10000, loss not finite, 100% right, footprint 93.4 MB",
+            step_of(1000, **{**LONG, "loss": None}, objective=1.0),
+            f"[#         ] step 1000 of 10000, loss not finite, 100% right, {FOOTPRINT}",
         ),
     ],
 )
@@ -121,13 +118,13 @@ def test_a_bar_stands_where_there_is_room() -> None:
 def test_nothing_shares_the_line_of_progress() -> None:
     with shown_on() as terminal:
         with task_bar("row") as evaluating, step_bar() as training:
-            training(step(1), 3)
+            training(step_of(1, **LONG), 3)
             screen.note("a warning")
             evaluating("evaluating (1)", 1, 2)
             screen.note("step 1: loss 2")
-            training(step(2), 3)
+            training(step_of(2, **LONG), 3)
             assert terminal.lines[:2] == ["a warning", "step 1: loss 2"]
-            assert terminal.lines[2].startswith("step 2 of 3, loss 12.346, footprint 93.4 MB")
+            assert terminal.lines[2].startswith(f"step 2 of 3, loss 12.346, {FOOTPRINT}")
             evaluating("graphs", 500_000, 2_000_000)
             assert terminal.lines[2] == "[##        ] weights: 500 kB of 2 MB"
         screen.out("mebp: 3 steps")

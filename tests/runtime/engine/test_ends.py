@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 from oracles import whole_model as reference
+from oracles.estimators import MonolithicMeZO
 from safetensors.numpy import load_file, save_file
 from support.adapters import check_same, read_again, saved_adapter, written
 from support.bundles import Rng, Tiny
@@ -52,7 +53,7 @@ def test_forward_passes_move_them_as_on_the_whole_model(
 ) -> None:
     bundle = with_lora(tiny(family), targets=ENDS[family])
     model, adapters, rows = model_of(bundle, 32), adapters_of(bundle, rng), rows_of(bundle, rng)
-    oracle = reference.MonolithicMeZO(
+    oracle = MonolithicMeZO(
         type(adapters)(adapters.manifest, dict(adapters.tensors)), Noise(seed), 1e-2, 2, 0.01
     )
     slots = Activations(tmp_path, 1, 4 * len(rows), (1, 32, bundle.manifest.hidden_size))

@@ -8,6 +8,7 @@ import mlx.core as mx
 import msgspec
 import pytest
 from oracles import whole_model as reference
+from oracles.estimators import MonolithicMeZO
 from support.bundles import Rng, Tiny
 from support.layouts import STORED_IN_TURN, WITH_EXPERTS
 from support.lengths import at_length
@@ -141,7 +142,7 @@ def test_mezo_is_the_monolithic_algorithm_under_every_plan(
         noise = Noise(seed, str(rng.choice(["gaussian", "rademacher"])))
         decay = float(rng.choice([0.0, 0.1]))
         copied = Adapters(adapters.manifest, dict(adapters.tensors))
-        oracle = reference.MonolithicMeZO(copied, noise, 1e-3, queries, decay)
+        oracle = MonolithicMeZO(copied, noise, 1e-3, queries, decay)
         shape = (1, chosen.bucket, bundle.manifest.hidden_size)
         scratch = Activations(tmp_path, 1, 2 * queries * count * parts, shape)
         session = open_session(bundle, chosen)

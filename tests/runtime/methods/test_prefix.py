@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from oracles import whole_model as reference
+from oracles.estimators import MonolithicMeZO
 from oracles.prefix import keys_and_values, prefix_gradients
 from support.bundles import Rng, Tiny
 from support.models import agree, each_family, mebp, model_of, packed_of, rows_of
@@ -60,7 +61,7 @@ def test_steps_are_the_monolithic_algorithms_bit_for_bit(
     adapters = prefix_of(bundle, rng)
     noise = Noise(seed)
     own = Adapters(adapters.manifest, dict(adapters.tensors))
-    oracle = reference.MonolithicMeZO(own, noise, 1e-3, 2, 0.1)
+    oracle = MonolithicMeZO(own, noise, 1e-3, 2, 0.1)
     scratch = Activations(tmp_path, 1, 8, (1, 16, bundle.manifest.hidden_size))
     method = ZerothOrder(lambda _: model, adapters, scratch, noise, 1e-3, TwoPoint(2), 0.1, lanes=3)
     for step in range(3):

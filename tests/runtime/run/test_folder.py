@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.bundles import Tiny
-from support.runs import python
+from support.runs import python, step_of
 
 from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import StepLoss
 from runtime.run.evaluate import summarize
 from runtime.run.folder import EVALUATIONS, RunFolder
-from runtime.run.results import Step, final_loss, read_steps
+from runtime.run.results import final_loss, read_steps
 
 # saves twice, and dies when it has begun to remove a save during the second
 SAVE_TWICE = """
@@ -99,18 +99,7 @@ def test_a_second_process_leaves_alone_what_the_first_has_begun(tmp_path: Path) 
         assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "saves"]
 
 
-STEP = Step(
-    number=1,
-    loss=2.5,
-    learning_rate=1e-3,
-    scored_tokens=3,
-    tokens=8,
-    forward_passes=2,
-    seconds=0.5,
-    footprint_bytes=10,
-    peak_footprint_bytes=20,
-    peak_rss_bytes=30,
-)
+STEP = step_of(1, tokens=8)
 
 
 def test_a_step_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from oracles import whole_model as reference
+from oracles.estimators import MonolithicMeZO
 from support.bundles import runnable
 from support.models import adapters_of, mebp
 from support.plans import plan_of, task_of
@@ -97,9 +98,7 @@ def test_mezo_is_the_monolithic_algorithm(
     model = session.model(len(row.inputs))
     adapters = Adapters.initial(gemma.manifest, seed)
     noise = Noise(seed)
-    oracle = reference.MonolithicMeZO(
-        Adapters(gemma.manifest, dict(adapters.tensors)), noise, 1e-3, 1, 0.0
-    )
+    oracle = MonolithicMeZO(Adapters(gemma.manifest, dict(adapters.tensors)), noise, 1e-3, 1, 0.0)
     scratch = Activations(tmp_path, 1, 2, (1, model.bucket, gemma.manifest.hidden_size))
     method = ZerothOrder(session.model, adapters, scratch, noise, 1e-3, TwoPoint(1))
     for step in range(steps):
