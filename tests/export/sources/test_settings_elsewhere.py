@@ -504,70 +504,57 @@ def differences(
 
 HEAD = object()  # the numbers of a head
 BASE = {"tokenizer.ggml.model": "no_vocab", "arch.vocab_size": 320}
-YARN = {"arch.rope.scaling.type": "yarn", "arch.rope.scaling.factor": 4.0}
-ORIGINAL = {"arch.rope.scaling.original_context_length": 64}
+
+
+def scaling(kind: str | None = None, **entries: Any) -> Settings:
+    """Entries of a file that say how positions are scaled."""
+    given = entries if kind is None else {"type": kind, **entries}
+    return {f"arch.rope.scaling.{name}": value for name, value in given.items()}
+
+
+ORIGINAL = {"original_context_length": 64}
+FAST = {"yarn_beta_fast": 32.0}
+NEUTRAL = {
+    "yarn_beta_slow": 1.0,
+    "attn_factor": 1.0,
+    "yarn_ext_factor": 1.0,
+    "yarn_attn_factor": 1.0,
+    **FAST,
+}
+LENGTHS_OF_A_HEAD = (
+    *("attention.key_length", "attention.value_length", "rope.dimension_count"),
+    *("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
+)
 ENTRIES: dict[str, Settings] = {
     "nothing": {},
     "no rope.freq_base": {"arch.rope.freq_base": None},
     "rope.freq_base": {"arch.rope.freq_base": 5e5},
     "attention.layer_norm_rms_epsilon": {"arch.attention.layer_norm_rms_epsilon": 0.3},
-    "rope.scaling.factor alone": {"arch.rope.scaling.factor": 3.0},
-    "rope.scaling.factor of none": {
-        **{"arch.rope.scaling.type": "none", "arch.rope.scaling.factor": 3.0}
-    },
+    "rope.scaling.factor alone": scaling(factor=3.0),
+    "rope.scaling.factor of none": scaling("none", factor=3.0),
     "rope.scale_linear": {"arch.rope.scale_linear": 3.0},
-    "linear": {"arch.rope.scaling.type": "linear", "arch.rope.scaling.factor": 3.0},
-    "yarn": {**YARN, **ORIGINAL},
-    "yarn without a length": YARN,
-    "yarn without a factor": {"arch.rope.scaling.type": "yarn", **ORIGINAL},
-    "yarn, scale_linear": {
-        "arch.rope.scaling.type": "yarn",
-        "arch.rope.scale_linear": 4.0,
-        **ORIGINAL,
-    },
-    "yarn, neutral entries": {
-        **YARN,
-        **ORIGINAL,
-        "arch.rope.scaling.attn_factor": 1.0,
-        "arch.rope.scaling.yarn_ext_factor": 1.0,
-        "arch.rope.scaling.yarn_attn_factor": 1.0,
-        "arch.rope.scaling.yarn_beta_fast": 32.0,
-        "arch.rope.scaling.yarn_beta_slow": 1.0,
-    },
-    "linear, neutral entries": {
-        "arch.rope.scaling.factor": 3.0,
-        "arch.rope.scaling.yarn_ext_factor": 1.0,
-        "arch.rope.scaling.yarn_beta_fast": 32.0,
-        **ORIGINAL,
-    },
-    "a longer context": {"arch.context_length": 131072, **YARN},
-    "lengths of a head": dict.fromkeys(
-        (
-            *("arch.attention.key_length", "arch.attention.value_length"),
-            *("arch.attention.key_length_swa", "arch.attention.value_length_swa"),
-            *("arch.rope.dimension_count", "arch.rope.dimension_count_swa"),
-        ),
-        HEAD,
-    ),
+    "linear": scaling("linear", factor=3.0),
+    "yarn": scaling("yarn", factor=4.0, **ORIGINAL),
+    "yarn without a length": scaling("yarn", factor=4.0),
+    "yarn without a factor": scaling("yarn", **ORIGINAL),
+    "yarn, scale_linear": {"arch.rope.scale_linear": 4.0, **scaling("yarn", **ORIGINAL)},
+    "yarn, neutral entries": scaling("yarn", factor=4.0, **ORIGINAL, **NEUTRAL),
+    "linear, neutral entries": scaling(factor=3.0, **ORIGINAL, yarn_ext_factor=1.0, **FAST),
+    "a longer context": {"arch.context_length": 131072, **scaling("yarn", factor=4.0)},
+    "lengths of a head": {f"arch.{name}": HEAD for name in LENGTHS_OF_A_HEAD},
     "neutral entries": {
-        "arch.rope.scaling.attn_factor": 1.0,
-        "arch.rope.scaling.yarn_beta_fast": 32.0,
-        "arch.rope.scaling.finetuned": True,
-        "arch.logit_scale": 1.0,
-        "arch.attention.causal": True,
-        "arch.pooling_type": 0,
-        "arch.expert_count": 0,
-        "arch.attention.layer_norm_epsilon": 0.3,
+        **scaling(attn_factor=1.0, yarn_beta_fast=32.0, finetuned=True),
+        **{"arch.logit_scale": 1.0, "arch.attention.causal": True, "arch.pooling_type": 0},
+        **{"arch.expert_count": 0, "arch.attention.layer_norm_epsilon": 0.3},
         "general.sampling.temp": 0.5,
     },
 }
+PATTERN = "arch.attention.sliding_window_pattern"
 OF_GEMMA: dict[str, Settings] = {
     "no window": {"arch.attention.sliding_window": None},
     "sliding_window": {"arch.attention.sliding_window": 5},
-    "sliding_window_pattern": {"arch.attention.sliding_window_pattern": 3},
-    "sliding_window_pattern by layer": {
-        "arch.attention.sliding_window_pattern": [True, False, True]
-    },
+    "sliding_window_pattern": {PATTERN: 3},
+    "sliding_window_pattern by layer": {PATTERN: [True, False, True]},
     "rope.freq_base_swa": {"arch.rope.freq_base_swa": 500.0},
 }
 

@@ -49,50 +49,37 @@ def read(
 
 def answers(name: str, *texts: str) -> list[str]:
     """What is expected to be scored of answers, the last of which is the conversation's last."""
-    before = SAY.get(name, "")
-    found = [f"{before}{text}{END[name]}" for text in texts]
-    found[-1] = before + THINK.get(name, "") + texts[-1] + END[name]
-    return found
+    before, last = SAY.get(name, ""), len(texts) - 1
+    thoughts = [THINK.get(name, "") if at == last else "" for at in range(len(texts))]
+    return [
+        before + thought + text + END[name] for thought, text in zip(thoughts, texts, strict=True)
+    ]
 
 
-def test_every_answer_is_scored_with_the_token_that_ends_it(
-    encoder: TextEncoder, name: str
+@pytest.mark.parametrize(
+    ("messages", "more", "texts"),
+    [
+        (TWO, {}, ("yes", "no")),
+        (TWO[:2], {}, ("yes",)),
+        ([*TWO, *said("x?", "no")], {}, ("yes", "no", "no")),  # answers may be equal
+        (TWO, {"loss_on": "last"}, ("no",)),
+        ([SYSTEM, *TWO], {}, ("yes", "no")),  # which Mistral writes into the last question
+        (said("x?", "", "y?", "no"), {}, ("", "no")),  # empty answers are their ending
+        (said("x?", "yes", "y?", ""), {}, ("yes", "")),
+        (TWO[:3], {}, ("yes",)),  # it ends with the user
+        (TWO[:1], {}, ()),
+        (TWO, {"first": 2}, ("no",)),  # a completion of messages
+    ],
+)
+def test_answers_are_scored_with_the_token_that_ends_each(
+    encoder: TextEncoder, name: str, messages: Any, more: dict[str, Any], texts: tuple[str, ...]
 ) -> None:
-    assert read(encoder, TWO) == answers(name, "yes", "no")
-    assert read(encoder, TWO[:2]) == answers(name, "yes")
-    three = [*TWO, *said("x?", "no")]  # answers may be equal
-    assert read(encoder, three) == answers(name, "yes", "no", "no")
-
-
-def test_the_last_answer_alone(encoder: TextEncoder, name: str) -> None:
-    assert read(encoder, TWO, "last") == answers(name, "no")
-
-
-def test_system_prompts_are_not_scored(encoder: TextEncoder, name: str) -> None:
-    """Also where the template writes them into the last question (Mistral)."""
-    assert read(encoder, [SYSTEM, *TWO]) == answers(name, "yes", "no")
-
-
-def test_empty_answers_are_their_ending(encoder: TextEncoder, name: str) -> None:
-    first, last = answers(name, "", "no")
-    assert read(encoder, said("x?", "", "y?", "no")) == [first, last]
-    assert read(encoder, said("x?", "yes", "y?", "")) == answers(name, "yes", "")
-
-
-def test_a_conversation_that_ends_with_the_user_keeps_its_answers(
-    encoder: TextEncoder, name: str
-) -> None:
-    assert read(encoder, TWO[:3]) == answers(name, "yes")
-    assert read(encoder, TWO[:1]) == []
+    assert read(encoder, messages, **more) == answers(name, *texts)
 
 
 def test_all_tokens(encoder: TextEncoder, name: str) -> None:
     row = row_of(Conversation(TWO), encoder, "all")
     assert row.scored == b"\0" + b"\1" * (len(row.tokens) - 1)
-
-
-def test_a_completion_of_messages_scores_its_own_answers(encoder: TextEncoder, name: str) -> None:
-    assert read(encoder, TWO, first=2) == answers(name, "no")
 
 
 def test_a_cut_answer_has_no_ending(encoder: TextEncoder, name: str) -> None:
