@@ -538,7 +538,9 @@ ENTRIES: dict[str, Settings] = {
     "yarn without a length": scaling("yarn", factor=4.0),
     "yarn without a factor": scaling("yarn", **ORIGINAL),
     "yarn, scale_linear": {"arch.rope.scale_linear": 4.0, **scaling("yarn", **ORIGINAL)},
-    "yarn, neutral entries": scaling("yarn", factor=4.0, **ORIGINAL, **NEUTRAL),
+    "yarn, neutral entries": scaling(
+        "yarn", factor=4.0, **ORIGINAL, **FAST, **dict.fromkeys(ONES, 1.0)
+    ),
     "linear, neutral entries": scaling(factor=3.0, **ORIGINAL, yarn_ext_factor=1.0, **FAST),
     "a longer context": {"arch.context_length": 131072, **scaling("yarn", factor=4.0)},
     "lengths of a head": {f"arch.{name}": HEAD for name in LENGTHS_OF_A_HEAD},
