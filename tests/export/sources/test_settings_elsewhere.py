@@ -514,13 +514,8 @@ def scaling(kind: str | None = None, **entries: Any) -> Settings:
 
 ORIGINAL = {"original_context_length": 64}
 FAST = {"yarn_beta_fast": 32.0}
-NEUTRAL = {
-    "yarn_beta_slow": 1.0,
-    "attn_factor": 1.0,
-    "yarn_ext_factor": 1.0,
-    "yarn_attn_factor": 1.0,
-    **FAST,
-}
+ONES = ("yarn_beta_slow", "attn_factor", "yarn_ext_factor", "yarn_attn_factor")
+NEUTRAL = {**FAST, **dict.fromkeys(ONES, 1.0)}
 LENGTHS_OF_A_HEAD = (
     *("attention.key_length", "attention.value_length", "rope.dimension_count"),
     *("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
@@ -538,9 +533,7 @@ ENTRIES: dict[str, Settings] = {
     "yarn without a length": scaling("yarn", factor=4.0),
     "yarn without a factor": scaling("yarn", **ORIGINAL),
     "yarn, scale_linear": {"arch.rope.scale_linear": 4.0, **scaling("yarn", **ORIGINAL)},
-    "yarn, neutral entries": scaling(
-        "yarn", factor=4.0, **ORIGINAL, **FAST, **dict.fromkeys(ONES, 1.0)
-    ),
+    "yarn, neutral entries": scaling("yarn", factor=4.0, **ORIGINAL, **NEUTRAL),
     "linear, neutral entries": scaling(factor=3.0, **ORIGINAL, yarn_ext_factor=1.0, **FAST),
     "a longer context": {"arch.context_length": 131072, **scaling("yarn", factor=4.0)},
     "lengths of a head": {f"arch.{name}": HEAD for name in LENGTHS_OF_A_HEAD},

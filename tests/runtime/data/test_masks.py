@@ -49,11 +49,9 @@ def read(
 
 def answers(name: str, *texts: str) -> list[str]:
     """What is expected to be scored of answers, the last of which is the conversation's last."""
-    before, last = SAY.get(name, ""), len(texts) - 1
-    thoughts = [THINK.get(name, "") if at == last else "" for at in range(len(texts))]
-    return [
-        before + thought + text + END[name] for thought, text in zip(thoughts, texts, strict=True)
-    ]
+    before, thought, end = SAY.get(name, ""), THINK.get(name, ""), END[name]
+    earlier = [f"{before}{text}{end}" for text in texts[:-1]]
+    return [*earlier, *(f"{before}{thought}{text}{end}" for text in texts[-1:])]
 
 
 @pytest.mark.parametrize(
