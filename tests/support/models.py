@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from oracles import whole_model as reference
@@ -163,6 +164,24 @@ def agree(found: dict[str, mx.array], expected: dict[str, mx.array], bound: floa
     }
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] <= bound, (worst, errors[worst])
+
+
+def check_gradients(
+    dense: nn.Module,
+    model: Model,
+    adapters: Adapters,
+    samples: Sequence[Sample],
+    folder: Path,
+    kept: int = 0,
+    bound: float = CLOSE,
+) -> dict[str, mx.array]:
+    """MeBP's loss and gradients are autograd's over the dense model; returns the gradients."""
+    result, found = mebp(model, adapters, samples, folder, kept)
+    rows = [(row.tokens, row.scored) for sample in samples for row in sample.rows]
+    loss, expected = reference.gradients(dense, rows)
+    assert result.loss_sum / result.scored_tokens == pytest.approx(loss, rel=bound)
+    agree(found, expected, bound)
+    return found
 
 
 def with_input_gradients(model: Model) -> Model:
