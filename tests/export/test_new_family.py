@@ -23,6 +23,7 @@ from oracles.estimators import MonolithicMeZO
 from oracles.whole_model_full import MonolithicFullMeZO
 from support.bundles import runnable, settings
 from support.checkpoints import weights_of, write_folder
+from support.estimators import copy_of, mezo_of
 from support.full_weights import EPSILON, method_of
 from support.full_weights import weights_of as full_weights_of
 from support.fusing import fused_model, silent
@@ -50,15 +51,11 @@ from export.sources.open import open_checkpoint
 from export.sources.random import PRESETS
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, UsageError
-from runtime.methods.adapters import Adapters
 from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.noise import Noise
-from runtime.methods.zeroth.mezo import TwoPoint
-from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.run.budget import plan_decoding
 from runtime.run.decoder import Decoder
 from runtime.run.session import open_session
-from runtime.storage.activations import Activations
 
 Rng = np.random.Generator
 BUCKET = 32
@@ -114,14 +111,8 @@ def test_its_logits_gradients_and_losses_are_the_dense_models(
     # there positions go on from row to row, and round otherwise
     check_gradients(dense, model, adapters, [packed], tmp_path, bound=5 * CLOSE)
 
-    oracle = MonolithicMeZO(
-        Adapters(bundle.manifest, dict(adapters.tensors)), Noise(1, "gaussian"), 1e-3, 1, 0.0
-    )
-    shape = (1, BUCKET, bundle.manifest.hidden_size)
-    scratch = Activations(tmp_path, 1, 2 * len(rows), shape)
-    method = ZerothOrder(
-        lambda _: model, adapters, scratch, oracle.noise, 1e-3, TwoPoint(1), 0.0, lanes=2
-    )
+    oracle = MonolithicMeZO(copy_of(adapters), Noise(1), 1e-3, 1, 0.0)
+    method = mezo_of(model, adapters, tmp_path, 1, len(rows), lanes=2)
     mean, slopes = oracle.step(model, rows, 0, 1e-2)
     result = method.step(0, 1e-2, [rows])
     assert result.record == [1e-2, slopes]

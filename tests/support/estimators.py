@@ -15,11 +15,14 @@ from runtime.config.train import TrainConfig
 from runtime.engine.model import Model
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
+from runtime.methods.noise import Noise
 from runtime.methods.protocol import Start
 from runtime.methods.protocol import method as implementation
 from runtime.methods.protocol import started as start
+from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.parallel.workers import Workers
+from runtime.storage.activations import Activations
 from support.models import row_of
 
 Rng = np.random.Generator
@@ -48,6 +51,24 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of the command line, by name of a case
 def config_of(case: str, seed: int, **more: Any) -> TrainConfig:
     options = {"method": case, "seed": seed, **OPTIONS.get(case, {}), **more}
     return TrainConfig(bundle="a bundle", data="random:0", **options)
+
+
+def mezo_of(
+    model: Model,
+    adapters: Adapters,
+    folder: Path,
+    seed: int | Noise,
+    rows: int,
+    queries: int = 1,
+    epsilon: float = 1e-3,
+    **more: Any,
+) -> ZerothOrder:
+    """MeZO on a model, for steps of so many rows."""
+    shape = (1, model.bucket, model.bundle.manifest.hidden_size)
+    scratch = Activations(folder, 1, 2 * queries * rows, shape)
+    noise = seed if isinstance(seed, Noise) else Noise(seed)
+    point = TwoPoint(queries)
+    return ZerothOrder(lambda length: model, adapters, scratch, noise, epsilon, point, **more)
 
 
 class RandomRows:

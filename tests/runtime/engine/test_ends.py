@@ -16,6 +16,7 @@ from oracles.estimators import MonolithicMeZO
 from safetensors.numpy import load_file, save_file
 from support.adapters import check_same, read_again, saved_adapter, written
 from support.bundles import Rng, Tiny
+from support.estimators import copy_of, mezo_of
 from support.fusing import fused_model
 from support.logits import engine_logits
 from support.lora import with_lora
@@ -35,10 +36,7 @@ from export.fused.model import FusedCheckpoint
 from runtime.core.errors import BundleError
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
-from runtime.methods.zeroth.mezo import TwoPoint
-from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.run.lora import to_apply
-from runtime.storage.activations import Activations
 
 ENDS: dict[str, tuple[str, ...]] = {
     "qwen2": ("embed_tokens",),  # tied
@@ -53,13 +51,9 @@ def test_forward_passes_move_them_as_on_the_whole_model(
 ) -> None:
     bundle = with_lora(tiny(family), targets=ENDS[family])
     model, adapters, rows = model_of(bundle, 32), adapters_of(bundle, rng), rows_of(bundle, rng)
-    oracle = MonolithicMeZO(
-        type(adapters)(adapters.manifest, dict(adapters.tensors)), Noise(seed), 1e-2, 2, 0.01
-    )
-    slots = Activations(tmp_path, 1, 4 * len(rows), (1, 32, bundle.manifest.hidden_size))
-    running = ZerothOrder(
-        lambda length: model, adapters, slots, Noise(seed), 1e-2, TwoPoint(2), 0.01, lanes=3
-    )
+    oracle = MonolithicMeZO(copy_of(adapters), Noise(seed), 1e-2, 2, 0.01)
+    more = {"queries": 2, "epsilon": 1e-2, "weight_decay": 0.01, "lanes": 3}
+    running = mezo_of(model, adapters, tmp_path, seed, len(rows), **more)
     for step in range(3):
         result = running.step(step, 1e-2, [rows])
         _, gradients = oracle.step(model, rows, step, 1e-2)

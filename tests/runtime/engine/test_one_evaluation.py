@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
+from support.estimators import mezo_of
 from support.gpu_products import with_gpu_products
 from support.layouts import STORED, WITH_EXPERTS
 from support.lengths import pairs
@@ -43,9 +44,6 @@ from runtime.core.errors import BundleError
 from runtime.engine.model import Model
 from runtime.machine.backend import use_device
 from runtime.methods.mebp import StepDropout
-from runtime.methods.noise import Noise
-from runtime.methods.zeroth.mezo import TwoPoint
-from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.operations import head_kernel
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.values import dtype_of
@@ -228,17 +226,11 @@ def test_mezo_steps_are_the_cpus(
     bucket, start = min(LENGTHS), adapters_of(plain, rng)
     opening = opened(bundle, small(rng, evaluation), "mezo", bucket, lanes=2)
     row = row_of(plain, rng, bucket)
-    shape = (1, bucket, plain.manifest.hidden_size)
     losses, bounds = [], (MOST + MORE.get(family, 0), 1000)
     for model, most in zip((opening.model(bucket), model_of(plain, bucket)), bounds, strict=True):
         use_device(model.bundle.manifest.device if mx.is_available(mx.gpu) else "cpu")
         adapters = type(start)(plain.manifest, dict(start.tensors))
-        scratch = Activations(tmp_path, 1, 2, shape)
-        noise = Noise(seed, "gaussian")
-        method = ZerothOrder(
-            lambda tokens, model=model: model, adapters, scratch, noise, 1e-3, TwoPoint(1), 0.0,
-            lanes=2,
-        )  # fmt: skip
+        method = mezo_of(model, adapters, tmp_path, seed, 1, lanes=2)
         evaluations.passes.clear()
         results = []
         peak, planned = peak_of(

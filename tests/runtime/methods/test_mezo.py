@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.bundles import Rng, Tiny
-from support.estimators import copy_of, rows_of
+from support.estimators import copy_of, mezo_of, rows_of
 from support.lengths import at_length
 from support.models import adapters_of, mebp, model_of
 
@@ -21,23 +21,7 @@ from runtime.engine.model import Model
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
-from runtime.methods.zeroth.mezo import TwoPoint
-from runtime.methods.zeroth.zeroth_order import MOST_UNMOVED, ZerothOrder
-from runtime.storage.activations import Activations
-
-
-def mezo(
-    model: Model, adapters: Adapters, folder: Path, seed: int, rows: int, **options: object
-) -> ZerothOrder:
-    queries = int(options.pop("queries", 1))  # type: ignore[call-overload]
-    shape = (1, model.bucket, model.bundle.manifest.hidden_size)
-    scratch = Activations(folder, 1, 2 * queries * rows, shape)
-    kind = str(options.pop("kind", "gaussian"))
-    noise, epsilon = Noise(seed, kind), 1e-3
-    estimator = TwoPoint(queries)
-    return ZerothOrder(
-        lambda length: model, adapters, scratch, noise, epsilon, estimator, **options
-    )  # type: ignore[arg-type]
+from runtime.methods.zeroth.zeroth_order import MOST_UNMOVED
 
 
 def test_a_deferred_update_is_the_update(tiny: Tiny, rng: Rng, seed: int, tmp_path: Path) -> None:
@@ -47,7 +31,7 @@ def test_a_deferred_update_is_the_update(tiny: Tiny, rng: Rng, seed: int, tmp_pa
     found = []
     for deferred in (True, False):
         adapters = copy_of(start)
-        method = mezo(model, adapters, tmp_path, seed, 1)
+        method = mezo_of(model, adapters, tmp_path, seed, 1)
         for step in range(4):
             method.step(step, 0.1, [rows])
             if not deferred:
@@ -62,7 +46,7 @@ def test_an_epsilon_that_changes_no_loss_ends_the_run(
 ) -> None:
     bundle = tiny("qwen2")
     model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
-    method = replace(mezo(model, adapters, tmp_path, seed, 1), epsilon=1e-30)
+    method = replace(mezo_of(model, adapters, tmp_path, seed, 1), epsilon=1e-30)
     rows = rows_of(bundle, rng, 1)
     for step in range(MOST_UNMOVED - 1):
         assert method.step(step, 0.1, [rows]).record == [0.1, [0.0]]
@@ -75,7 +59,7 @@ def test_a_model_that_is_lost_is_told_to_learn_slower(
 ) -> None:
     """A large loss of which no perturbation changes a bit says nothing of epsilon."""
     bundle = tiny("qwen2")
-    method = mezo(model_of(bundle, 16), adapters_of(bundle, rng), tmp_path, seed, 1)
+    method = mezo_of(model_of(bundle, 16), adapters_of(bundle, rng), tmp_path, seed, 1)
     points = method.estimator.points
     with pytest.raises(DivergedError, match=r"equal.* 88 and 88, where .* lower --learning-rate$"):
         for _ in range(MOST_UNMOVED):
@@ -105,7 +89,7 @@ def test_projected_gradients_are_directional_derivatives(
     errors = []
     for direction in range(20):
         noise = Noise(seed + direction)
-        method = replace(mezo(model, adapters, tmp_path, 0, 2), noise=noise, epsilon=5e-4)
+        method = replace(mezo_of(model, adapters, tmp_path, 0, 2), noise=noise, epsilon=5e-4)
         result = method.step(0, 1e-9, [rows])
         assert result.record is not None
         expected = sum(
@@ -136,7 +120,7 @@ def test_the_mean_estimate_points_along_the_gradient(
     gradient = gradient_of(model, adapters, rows, tmp_path)
     total = {name: np.zeros_like(g) for name, g in gradient.items()}
     queries = 50
-    method = mezo(model, adapters, tmp_path, seed, 1, queries=queries, lanes=16)
+    method = mezo_of(model, adapters, tmp_path, seed, 1, queries=queries, lanes=16)
     for step in range(count // queries):
         result = method.step(step, 1e-12, [rows])
         assert result.record is not None
@@ -171,7 +155,7 @@ def test_losses_that_are_not_finite_are_skipped_and_counted(
 ) -> None:
     bundle = tiny("qwen3")
     model, adapters = model_of(bundle, 16), adapters_of(bundle, rng)
-    method = mezo(model, adapters, tmp_path, seed, 1)
+    method = mezo_of(model, adapters, tmp_path, seed, 1)
     rows = rows_of(bundle, rng, 1)
     name = next(iter(adapters.tensors))
     sound = adapters.tensors[name]

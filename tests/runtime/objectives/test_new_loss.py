@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
+from support.estimators import mezo_of
 from support.models import adapters_of, mebp, model_of, rows_of
 from support.pair_loss import PairLoss, pair_loss, pair_slope
 
@@ -18,10 +19,7 @@ from runtime.core.errors import UsageError
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import MeBP
-from runtime.methods.noise import Noise
 from runtime.methods.optimizer import Optimizer
-from runtime.methods.zeroth.mezo import TwoPoint
-from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.objective import Loss, loss_of, objective_of
 from runtime.storage.activations import Activations
 
@@ -107,11 +105,8 @@ def test_forward_passes_see_pairs_of_rows(
     bundle = tiny("llama")
     model, adapters = model_of(bundle, 32), adapters_of(bundle, rng)
     rows = rows_of(bundle, rng, LENGTHS)
-    shape = (1, model.bucket, bundle.manifest.hidden_size)
-    running = ZerothOrder(
-        lambda length: model, adapters, Activations(tmp_path, 1, 2 * len(rows), shape),
-        Noise(seed), EPSILON, TwoPoint(1), lanes=lanes, objective=PairLoss(),
-    )  # fmt: skip
+    more = {"epsilon": EPSILON, "lanes": lanes, "objective": PairLoss()}
+    running = mezo_of(model, adapters, tmp_path, seed, len(rows), **more)
     means = []
     for by in (EPSILON, -EPSILON):
         moved = {

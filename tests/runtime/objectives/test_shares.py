@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
+from support.estimators import mezo_of
 from support.models import adapters_of, model_of, scored_logits
 from support.runs import adapter, here, metrics_of, succeeds, train_arguments
 
@@ -20,12 +21,9 @@ from runtime.core.errors import DataError
 from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Row, Sample
 from runtime.methods.adapters import Adapters
-from runtime.methods.noise import Noise
-from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.labels import MOST_LABELS, labels_of
 from runtime.objectives.objective import objective_of
-from runtime.storage.activations import Activations
 
 EPSILON = 0.02
 SHARES = tuple(OBJECTIVES)[1:]
@@ -76,13 +74,8 @@ def method_of(
     model: Model, adapters: Adapters, folder: Path, seed: int, name: str, samples: Sequence[Sample]
 ) -> ZerothOrder:
     rows = Listed([row for sample in samples for row in sample.rows])
-    shape = (1, model.bucket, model.bundle.manifest.hidden_size)
-    scratch = Activations(folder, 1, 2 * len(samples), shape)
-    noise, objective = Noise(seed), objective_of(name, rows)
-    return ZerothOrder(
-        lambda length: model, adapters, scratch, noise, EPSILON, TwoPoint(1), lanes=3,
-        objective=objective,
-    )  # fmt: skip
+    more = {"epsilon": EPSILON, "lanes": 3, "objective": objective_of(name, rows)}
+    return mezo_of(model, adapters, folder, seed, len(samples), **more)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from oracles import whole_model as reference
 from oracles.estimators import MonolithicMeZO
 from support.bundles import runnable
+from support.estimators import copy_of, mezo_of, same
 from support.models import adapters_of, mebp
 from support.plans import plan_of, task_of
 
@@ -18,10 +19,7 @@ from runtime.bundle.store import Bundle
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
-from runtime.methods.zeroth.mezo import TwoPoint
-from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.run.session import open_session
-from runtime.storage.activations import Activations
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -98,14 +96,12 @@ def test_mezo_is_the_monolithic_algorithm(
     model = session.model(len(row.inputs))
     adapters = Adapters.initial(gemma.manifest, seed)
     noise = Noise(seed)
-    oracle = MonolithicMeZO(Adapters(gemma.manifest, dict(adapters.tensors)), noise, 1e-3, 1, 0.0)
-    scratch = Activations(tmp_path, 1, 2, (1, model.bucket, gemma.manifest.hidden_size))
-    method = ZerothOrder(session.model, adapters, scratch, noise, 1e-3, TwoPoint(1))
+    oracle = MonolithicMeZO(copy_of(adapters), noise, 1e-3, 1, 0.0)
+    method = mezo_of(model, adapters, tmp_path, noise, 1)
     for step in range(steps):
         loss, gradients = oracle.step(model, [row], step, 1e-4)
         result = method.step(step, 1e-4, [[row]])
         assert result.record == [1e-4, gradients]
         assert result.loss.loss_sum / result.loss.scored_tokens == pytest.approx(loss, rel=1e-12)
     method.settle()
-    for name, expected in oracle.adapters.tensors.items():
-        assert mx.array_equal(adapters.tensors[name], expected), name
+    same(oracle.adapters, adapters)
