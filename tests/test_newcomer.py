@@ -15,7 +15,7 @@ import pytest
 from support.logits import engine_logits, mlx_lm_logits
 from support.models import relative
 from support.pages import README, lines_of, scripts, section, words_of
-from support.runs import ondevice
+from support.runs import ondevice, succeeds
 from support.shared import Shared
 from support.text_bundle import text_checkpoint
 
@@ -126,8 +126,7 @@ def plain(way: Path, shared: Shared) -> Path:
     """The bundle's own values as a checkpoint, to which an adapter written for others is added."""
 
     def make(path: Path) -> None:
-        done = ondevice("fuse", way / "bundle", "-o", path, "--dtype", "float32")
-        assert done.returncode == 0, done.stderr
+        succeeds("fuse", way / "bundle", "-o", path, "--dtype", "float32")
 
     return shared("a newcomer's plain checkpoint", make)
 

@@ -39,7 +39,7 @@ from support.models import (
     row_of,
     rows_of,
 )
-from support.runs import here, train_arguments
+from support.runs import here, json_of, train_arguments
 from support.shared import Shared
 from support.source_rules import modules, parsed, relative
 
@@ -165,9 +165,7 @@ def test_what_decodes_continues_the_whole(bundle: Bundle, rng: Rng) -> None:
 @pytest.mark.parametrize("method", ["mebp", "mezo"])
 def test_it_trains(bundle: Bundle, tmp_path: Path, method: str) -> None:
     run = tmp_path / "run"
-    done = here(*train_arguments(bundle.path, run, 2, method=method, budget="600MB"), "--json")
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
+    summary = json_of(*train_arguments(bundle.path, run, 2, method=method, budget="600MB"), by=here)
     assert (summary["method"], summary["steps"]) == (method, 2)
     assert summary["peak_footprint_bytes"] <= summary["budget_bytes"]
 

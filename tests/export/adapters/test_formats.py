@@ -19,7 +19,7 @@ from support.bundles import Tiny, copied, say
 from support.llama_names import MATRICES, in_llamas_order
 from support.logits import engine_logits
 from support.models import each_family, relative
-from support.runs import here, ondevice, train_arguments
+from support.runs import here, refuses, succeeds, train_arguments
 
 from export.config.fuse import FORMATS
 from runtime.bundle.store import Bundle, open_bundle
@@ -145,8 +145,7 @@ def test_a_model_that_also_sees_has_its_language_model_inside(
 @pytest.fixture(scope="module")
 def run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters") / "run"
-    done = ondevice(*train_arguments(tiny("gemma3").path, folder, 1))
-    assert done.returncode == 0, done.stderr
+    succeeds(*train_arguments(tiny("gemma3").path, folder, 1))
     return folder
 
 
@@ -169,8 +168,8 @@ def test_what_is_there_is_replaced_only_by_force(run: Path, tmp_path: Path, form
     words = ("adapter", run, "--to", form, "-o", out)
     assert here(*words).returncode == 0
     before = {p.name: p.read_bytes() for p in ([out] if out.is_file() else out.iterdir())}
-    refused = here(*words)
-    assert refused.returncode == 2 and "exists" in refused.stderr and "--force" in refused.stderr
+    refused = refuses(2, "exists", *words)
+    assert "--force" in refused.stderr
     assert here(*words, "--force").returncode == 0
     assert before == {p.name: p.read_bytes() for p in ([out] if out.is_file() else out.iterdir())}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -184,8 +183,7 @@ def test_what_is_there_is_replaced_only_by_force(run: Path, tmp_path: Path, form
     if form == "gguf":
         mine = tmp_path / "mine.jsonl"
         mine.write_text("mine")
-        refused = here(*words[:-1], mine, "--force")
-        assert refused.returncode == 2 and "not a GGUF file of an adapter" in refused.stderr
+        refuses(2, "not a GGUF file of an adapter", *words[:-1], mine, "--force")
         assert mine.read_text() == "mine"
 
 
@@ -195,16 +193,12 @@ def test_without_a_bundle_or_an_adapter_is_said(run: Path, tiny: Tiny, tmp_path:
     for name in ("adapters.safetensors", "adapter_config.json"):
         (alone / name).write_bytes((run / name).read_bytes())
     out = ("--to", "peft", "-o", tmp_path / "out")
-    refused = here("adapter", alone, *out)
-    assert refused.returncode == 2 and "give --bundle BUNDLE" in refused.stderr
+    refuses(2, "give --bundle BUNDLE", "adapter", alone, *out)
     assert here("adapter", alone, *out, "--bundle", tiny("gemma3").path).returncode == 0
     other = ("--to", "peft", "-o", tmp_path / "other")
-    refused = here("adapter", alone, *other, "--bundle", tiny("qwen2").path)
-    assert refused.returncode == 4 and "other weights" in refused.stderr
-    refused = here("adapter", tmp_path / "nothing", *other)
-    assert refused.returncode == 4 and "no such run" in refused.stderr
+    refuses(4, "other weights", "adapter", alone, *other, "--bundle", tiny("qwen2").path)
+    refuses(4, "no such run", "adapter", tmp_path / "nothing", *other)
     refused = here("eval", tiny("gemma3").path, "--adapter", "some/one", "--data", "random:1")
     assert refused.returncode == 4 and "hf download some/one" in refused.stderr
-    refused = here("adapter", alone, "--to", "onnx", "-o", tmp_path / "other")
-    assert refused.returncode == 2 and "peft, gguf or mlx" in refused.stderr
+    refuses(2, "peft, gguf or mlx", "adapter", alone, "--to", "onnx", "-o", tmp_path / "other")
     assert not (tmp_path / "other").exists()

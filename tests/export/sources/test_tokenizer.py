@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import NO_OTHERS, here
+from support.runs import NO_OTHERS, here, succeeds
 from support.text_bundle import text_checkpoint
 from support.token_rows import VOCAB, make_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -156,8 +156,7 @@ def test_tokens_that_the_model_does_not_embed_cost_their_rows(tmp_path: Path) ->
     config |= {"extra_special_tokens": ["<new>", "<other>"]}
     (source / "tokenizer_config.json").write_text(json.dumps(config))
     bundle = tmp_path / "bundle"
-    done = here("export", source, "-o", bundle, "--seq-lens", "16", "--no-quality")
-    assert done.returncode == 0, done.stderr
+    done = succeeds("export", source, "-o", bundle, "--seq-lens", "16", "--no-quality", by=here)
     said = (
         "warning: the model embeds 101 tokens, and the tokenizer has 2 more: '<new>' (101), '<oth"
     )

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import pytest
 from support.bundles import Tiny
 from support.comparisons import Runs, by_rate, curve_of, entry, evaluation, settings
-from support.runs import ondevice, refuses
+from support.runs import ondevice, refuses, succeeds
 
 from harness.compare.compare import compare
 from harness.compare.lengths import step_limit
@@ -365,8 +365,7 @@ def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
     assert saved.name == "step-00000005" and not (out / "runs" / "mebp" / "summary.json").exists()
     swept = {path: path.stat().st_mtime_ns for path in out.glob("sweep/*/summary.json")}
     assert len(swept) == 2
-    done = ondevice(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
+    done = succeeds(*arguments, "--json")
     assert "resuming after step 5" in done.stderr
     assert swept == {path: path.stat().st_mtime_ns for path in out.glob("sweep/*/summary.json")}
     report = json.loads(done.stdout)

@@ -12,7 +12,7 @@ import pytest
 from support.bundles import Tiny
 from support.comparisons import Runs, by_rate, entry, evaluation, settings
 from support.exchange import NEEDS_MPI
-from support.runs import here, ondevice
+from support.runs import here, refuses, succeeds
 from support.token_rows import after, write_rows
 
 from harness.compare.compare import compare
@@ -168,8 +168,7 @@ def test_processes_share_the_trainings_of_a_comparison(tiny: Tiny, tmp_path: Pat
     words += ["--steps=4", "--eval-every=2", "--learning-rates=1e-3", "--batch-size=2"]
     words += ["--max-seq-length=16", "--budget=200MB", "--epsilons=1e-3"]
     for folder, more in (("one", []), ("two", ["--parallel=data=2"])):
-        done = ondevice(*words, "-o", tmp_path / folder, *more)
-        assert done.returncode == 0, done.stderr
+        succeeds(*words, "-o", tmp_path / folder, *more)
     logs = [tmp_path / folder / "runs" / "mezo" / "trajectory.jsonl" for folder in ("one", "two")]
     assert logs[0].read_bytes() == logs[1].read_bytes()
     summary = json.loads((tmp_path / "two" / "runs" / "mezo" / "summary.json").read_text())
@@ -273,8 +272,7 @@ def test_what_a_later_method_cannot_do_is_said_before_the_first_runs(
 ) -> None:
     bundle = tiny("qwen2", seq_lens=(16,), device="auto").path
     words = ["compare", bundle, "--data=random:3", "--eval-data=random:4", "-o", tmp_path / "out"]
-    refused = here(*words, "--budget=200MB", "--max-seq-length=16", *options)
-    assert refused.returncode == 2 and said in refused.stderr
+    refuses(2, said, *words, "--budget=200MB", "--max-seq-length=16", *options)
     assert not (tmp_path / "out").exists()
 
 
@@ -282,8 +280,7 @@ def test_full_bundles_are_compared_without_adapters(tiny: Tiny, tmp_path: Path) 
     bundle = tiny("qwen2", seq_lens=(16,), trainable="full", storage="bfloat16").path
     words = ["compare", bundle, "--data=random:3", "--eval-data=random:4", "-o", tmp_path / "out"]
     common = ["--budget=200MB", "--max-seq-length=16", "--eval-rows=1", "--methods=mezo"]
-    done = ondevice(*words, *common, "--learning-rates=1e-6", "--max-forward-passes=8")
-    assert done.returncode == 0, done.stderr
+    succeeds(*words, *common, "--learning-rates=1e-6", "--max-forward-passes=8")
     config = (tmp_path / "out" / "runs" / "mezo" / "config.toml").read_text()
     assert 'trainable = "full"' in config
     refused = here(*words[:-1], tmp_path / "no", *common, "--steps=3", "--methods=mezo,mebp")

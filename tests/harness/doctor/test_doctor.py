@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.runs import here
+from support.runs import here, json_of
 
 from harness.bench.bench import find
 from harness.bench.doctor import MODELS, describe_duration, markdown
@@ -36,9 +36,7 @@ PARTS = (
 
 
 def test_it_looks_at_everything_and_measures() -> None:
-    done = here("doctor", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = json_of("doctor", by=here)
     found = {one["name"]: one for one in report["findings"]}
     assert {*PARTS, "packages", *(f"extra {name}" for name in EXTRAS)} <= {*found}
     assert found["MLX"]["facts"]["version"] == metadata.version("mlx")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.bundles import Tiny
-from support.runs import here, ondevice, train_arguments
+from support.runs import here, refuses, succeeds, train_arguments
 from support.shared import Shared
 from support.waiting import HANGS_S
 
@@ -50,8 +50,7 @@ def runs(tiny: Tiny, shared: Shared) -> Path:
         clipped = {"max_grad_norm": 1, "seed": 3}
         for name, more, flags in (("first", {}, ["--profile"]), ("second", clipped, [])):
             given = train_arguments(bundle, folder / name, STEPS[name], **options, **more)
-            done = ondevice(*given, *flags)
-            assert done.returncode == 0, done.stderr
+            succeeds(*given, *flags)
 
     return shared("two runs for a report", train)
 
@@ -59,8 +58,7 @@ def runs(tiny: Tiny, shared: Shared) -> Path:
 @pytest.fixture(scope="module")
 def report(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "both.html"
-    done = here("report", runs / "first", runs / "second", "-o", path)
-    assert done.returncode == 0, done.stderr
+    done = succeeds("report", runs / "first", runs / "second", "-o", path, by=here)
     assert done.stdout == f"the page of first, second is {path}\n"
     return path
 
@@ -172,8 +170,7 @@ def test_what_is_no_run_is_refused(runs: Path, tmp_path: Path) -> None:
         (run / name).write_text(text)
         cases.append(([run], 4, "is damaged"))
     for arguments, code, said in cases:
-        refused = here("report", "-o", page, *arguments)
-        assert refused.returncode == code and said in refused.stderr, (arguments, refused.stderr)
+        refused = refuses(code, said, "report", "-o", page, *arguments)
         assert "Traceback" not in refused.stderr and not page.exists()
 
 

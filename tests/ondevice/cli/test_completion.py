@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.runs import here
+from support.runs import here, json_of
 
 from ondevice.cli.commands import COMMANDS
 from ondevice.cli.handlers.machine import SHELLS
@@ -18,9 +17,7 @@ from runtime.config.methods import METHODS
 
 
 def script(shell: str, folder: Path) -> Path:
-    done = here("completion", shell, "--json")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = json_of("completion", shell, by=here)
     assert told["shell"] == shell
     path = folder / f"ondevice.{shell}"
     path.write_text(told["script"])

@@ -18,7 +18,7 @@ from support.checkpoints import weights_of, write_folder
 from support.files import listing
 from support.fusing import saved
 from support.models import Rng, Tiny, adapters_of
-from support.runs import here, struck
+from support.runs import here, json_of, refuses, struck, succeeds
 from support.text_bundle import text_bundle
 
 import ondevice
@@ -47,9 +47,7 @@ def test_the_loss_is_measured_beside_the_adapters(
     adapter = saved(adapters_of(bundle, rng), tmp_path / "run")
     output = tmp_path / RESULT[form]
     words = ["--adapter", adapter, "-o", output, "--format", form, "--data", "random:1"]
-    done = here("fuse", bundle.path, *words, "--max-seq-length", 30, "--eval-rows", 2, "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json_of("fuse", bundle.path, *words, "--max-seq-length", 30, "--eval-rows", 2, by=here)
     evaluated = here(
         *("eval", bundle.path, "--adapter", adapter, "--data", "random:1", "--json"),
         *("--max-seq-length", 30, "--eval-rows", 2),
@@ -75,8 +73,7 @@ def test_text_of_the_package_is_measured_where_there_is_a_tokenizer(
 ) -> None:
     adapter = saved(adapters_of(reading, rng), tmp_path / "run")
     words = ["--adapter", adapter, "-o", tmp_path / "out", "--dtype", "float32"]
-    done = here("fuse", reading.path, *words)
-    assert done.returncode == 0, done.stderr
+    done = succeeds("fuse", reading.path, *words, by=here)
     assert "14 adapted matrices" in done.stdout and "the package's own text" in done.stdout
     loss = done.stdout.split("loss ")[1].split(",")[0].split()[0]
     assert f"loss {loss} with the adapter, {loss} fused" in done.stdout
@@ -131,12 +128,10 @@ def test_an_adapter_is_not_fused_twice(tiny: Tiny, tmp_path: Path, rng: Rng, for
     assert done.returncode == 2 and "holds this adapter in its weights already" in done.stderr
     assert not (tmp_path / "twice").exists()
     scored = ["--data", "random:1", "--adapter", tmp_path / "peft"]
-    done = here("eval", again, *scored)
-    assert done.returncode == 2 and "holds this adapter in its weights already" in done.stderr
+    refuses(2, "holds this adapter in its weights already", "eval", again, *scored)
     written = ["--to", "peft", "-o", tmp_path / "theirs", "--bundle", bundle.path]
     assert here("adapter", tmp_path / "other", *written).returncode == 0
-    done = here("fuse", again, "--adapter", tmp_path / "theirs", *words)
-    assert done.returncode == 0, done.stderr
+    succeeds("fuse", again, "--adapter", tmp_path / "theirs", *words, by=here)
     assert len(json.loads((tmp_path / "twice" / "config.json").read_text())["ondevice_fused"]) == 2
 
 
@@ -150,8 +145,7 @@ def test_a_digest_outlives_the_way_through_mlx_lms_files(rng: Rng) -> None:
 
 def test_without_a_tokenizer_or_an_adapter(tiny: Tiny, tmp_path: Path) -> None:
     bundle = tiny("gemma3")
-    done = here("fuse", bundle.path, "-o", tmp_path / "out", "--shard-size", "200KB")
-    assert done.returncode == 0, done.stderr
+    done = succeeds("fuse", bundle.path, "-o", tmp_path / "out", "--shard-size", "200KB", by=here)
     assert "has no tokenizer" in done.stderr and "loss" not in done.stdout
     assert "adapted" not in done.stdout
     files = sorted((tmp_path / "out").glob("*.safetensors"))
@@ -180,8 +174,7 @@ def test_a_fuse_that_is_killed_leaves_nothing_half(
         assert done.returncode == 130 and listing(tmp_path) == before, done.stderr
     done = struck(signal.SIGKILL, moment, *words)
     assert done.returncode == -signal.SIGKILL and not output.exists(), done.stderr
-    done = here(*words)
-    assert done.returncode == 0, done.stderr
+    succeeds(*words, by=here)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([output.name, "run"])
 
 
