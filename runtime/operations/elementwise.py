@@ -12,7 +12,7 @@ from itertools import product
 from typing import ClassVar, Literal
 
 from runtime.arrays.stored import Graph, pages
-from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
+from runtime.operations.base import Call, Execution, Function, Operation, Scope, require
 from runtime.operations.gated import Gated
 from runtime.operations.placed import Placed
 from runtime.operations.values import (
@@ -149,14 +149,8 @@ class Elementwise(Function, frozen=True):
         unwanted = sum(pages(call.bytes_of(name)) for name in made if name not in call.wanted)
         return graph.allocated_bytes * count + unwanted
 
-    def check(
-        self,
-        where: str,
-        values: Mapping[str, Shape],
-        parameters: Mapping[str, tuple[int, ...]],
-        tables: Tables,
-    ) -> None:
-        where = f"{where}: elementwise graph {self.graph}"
+    def check(self, scope: Scope) -> None:
+        where = f"{scope.where}: elementwise graph {self.graph}"
         distinct = len(set(self.inputs)) == len(self.inputs)
         require(distinct and bool(self.outputs), f"{where}: its inputs or outputs")
         for name in self.vjp_inputs:
@@ -165,35 +159,32 @@ class Elementwise(Function, frozen=True):
         activations = set(self.activations)
         returned = (len(self.vjp_outputs), set(self.vjp_outputs))
         require(returned == (len(activations), activations), f"{where}: vjp: {self.vjp_outputs}")
-        self._check_same(where, values)
+        self._check_same(where, scope.values)
         if self.tokenwise:
             require(not self.position, f"{where}: it treats tokens alike, and takes a position")
             for name in (*activations, *self.outputs):
-                require(values[name].count(T) == 1, f"{where}: {name} has not one axis of tokens")
+                require(
+                    scope.values[name].count(T) == 1, f"{where}: {name} has not one axis of tokens"
+                )
         # whether the graph really computes this cannot be checked without running it
-        good = not self.gated or self.may_be_gated(values)
+        good = not self.gated or self.may_be_gated(scope.values)
         require(good, f"{where}: {self.gated} of {self.inputs}, {self.vjp_inputs}")
-        self._check_graphs(where, values, parameters, tables)
+        self._check_graphs(where, scope)
 
-    def _check_graphs(
-        self,
-        where: str,
-        values: Mapping[str, Shape],
-        parameters: Mapping[str, tuple[int, ...]],
-        tables: Tables,
-    ) -> None:
+    def _check_graphs(self, where: str, scope: Scope) -> None:
         """Check that there are graphs of the right signatures: for every bucket, and to decode.
 
         A bundle may come without graphs, which are then traced where it is used.
         """
+        tables = scope.tables
         if not tables.graphs:
             return
 
         def shapes(names: Sequence[str], tokens: int) -> tuple[tuple[int, ...], ...]:
             return tuple(
-                parameters[name[1:]]
+                scope.parameters[name[1:]]
                 if is_parameter(name)
-                else shape_at(values[name.removeprefix("~")], tokens)
+                else shape_at(scope.values[name.removeprefix("~")], tokens)
                 for name in names
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from runtime.arrays.stored import pages
-from runtime.operations.base import Call, Execution, Operation, Tables, require
+from runtime.operations.base import Call, Execution, Operation, Scope, Tables, require
 from runtime.operations.values import F32, Shape, T
 
 MOST_ROWS = 1 << 24  # whose numbers float32 has, every one
@@ -62,18 +62,16 @@ class Embedding(Operation, frozen=True):
         tables = 2 if self.positions else 1
         return DEQUANTIZED * tables * pages(call.bytes_of(self.outputs[0]))
 
-    def check_weights(
-        self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
-    ) -> None:
-        check_vocabulary(where, self.matrix, tables)
+    def check_weights(self, scope: Scope) -> None:
+        check_vocabulary(scope.where, self.matrix, scope.tables)
         (name,) = self.outputs
-        stream = (1, T, tables.hidden_size)
-        require(values[name] == stream, f"{where}: {name} is not {stream}")
+        stream = (1, T, scope.tables.hidden_size)
+        require(scope.values[name] == stream, f"{scope.where}: {name} is not {stream}")
         if self.numbers:
-            fits = values[self.numbers] == (1, T, 1) and tables.vocab_size <= MOST_ROWS
-            require(fits, f"{where}: {self.numbers} of {tables.vocab_size} tokens")
+            fits = scope.values[self.numbers] == (1, T, 1) and scope.tables.vocab_size <= MOST_ROWS
+            require(fits, f"{scope.where}: {self.numbers} of {scope.tables.vocab_size} tokens")
         if self.positions:
-            self._check_positions(where, tables)
+            self._check_positions(scope.where, scope.tables)
 
     def _check_positions(self, where: str, tables: Tables) -> None:
         table = tables.matrices.get(self.positions)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from runtime.arrays.stored import pages
-from runtime.operations.base import Call, Execution, Function, Tables, require
+from runtime.operations.base import Call, Execution, Function, Scope, require
 from runtime.operations.embedding import DEQUANTIZED, MOST_ROWS
 from runtime.operations.values import F32, Shape, T
 
@@ -47,26 +47,18 @@ class Lookup(Function, frozen=True):
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
         return DEQUANTIZED * pages(call.bytes_of(self.outputs[0]))
 
-    def check(
-        self,
-        where: str,
-        values: Mapping[str, Shape],
-        parameters: Mapping[str, tuple[int, ...]],
-        tables: Tables,
-    ) -> None:
-        shapes = [values[name] for name in (*self.inputs, *self.outputs)]
+    def check(self, scope: Scope) -> None:
+        shapes = [scope.values[name] for name in (*self.inputs, *self.outputs)]
         good = shapes[0] == (1, T) and len(shapes[1]) == 3 and shapes[1][:2] == (1, T)
-        require(good, f"{where}: lookup shapes {shapes}")
+        require(good, f"{scope.where}: lookup shapes {shapes}")
 
-    def check_weights(
-        self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
-    ) -> None:
-        name = self.name(tensor)
-        matrix = tables.matrices.get(name)
+    def check_weights(self, scope: Scope) -> None:
+        name = self.name(scope.tensor)
+        matrix = scope.tables.matrices.get(name)
         found = matrix and (matrix.rows, matrix.columns)
-        columns = values[self.outputs[0]][-1]
+        columns = scope.values[self.outputs[0]][-1]
         fits = matrix is not None and matrix.rows <= MOST_ROWS and matrix.columns == columns
-        require(fits, f"{where}: {name} is {found}, for rows of {columns}")
+        require(fits, f"{scope.where}: {name} is {found}, for rows of {columns}")
 
     def describe(self, values: Mapping[str, Shape]) -> str:
         shape = "x".join(map(str, values[self.outputs[0]][1:]))
