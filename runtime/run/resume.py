@@ -201,7 +201,7 @@ def _plan_again(
     manifest = bundle.manifest
     machine = machine_of_run(config, bundle)
     wanted = training(config, manifest, workers)
-    made = Planner(manifest, machine).again(stored, wanted.request, wanted.demand)
+    made = Planner(manifest, machine).again(stored, wanted.task)
     reason = reason_to_replan(stored, made, manifest, machine, wanted)
     if not reason:
         _say_facts(stored, made, events)

@@ -26,7 +26,7 @@ from runtime.methods.clipping import Clipping
 from runtime.methods.mebp import MeBP
 from runtime.methods.optimizer import GROUP_VALUES, Optimizer, groups
 from runtime.plan.demand import Demand
-from runtime.plan.plan import Planner, Request
+from runtime.plan.plan import Planner, Request, Task
 from runtime.run import budget
 from runtime.storage.activations import Activations
 from runtime.storage.saves import VERSION
@@ -160,7 +160,9 @@ def test_the_plan_counts_the_scratch_file_and_no_further_memory(tiny: Tiny) -> N
     for accumulation in (1, 3):
         request = Request(32, 2, accumulation)
         free, clipped = (
-            planner.plan(request, demand_of("mebp", 2, accumulation, max_grad_norm=most), 10**9)
+            planner.plan(
+                Task(request, demand_of("mebp", 2, accumulation, max_grad_norm=most)), 10**9
+            )
             for most in (0.0, 1.0)
         )
         more = clipped.scratch_disk_bytes - free.scratch_disk_bytes
