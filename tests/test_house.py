@@ -27,7 +27,7 @@ from support.source_rules import (
 )
 
 from runtime.config.methods import METHODS
-from runtime.operations import attention, gated, logits, placed, sliced_mlp
+from runtime.operations import attention, elementwise, gated, logits, sliced_mlp
 from runtime.operations.base import Operation
 from runtime.operations.program import StoredOperation
 
@@ -35,7 +35,7 @@ OPERATIONS: tuple[type[Operation], ...] = (
     *get_args(StoredOperation),
     gated.Gated,
     sliced_mlp.SlicedMlp,
-    placed.Placed,
+    elementwise.Placed,
     attention.CachedAttention,
     logits.Logits,
 )

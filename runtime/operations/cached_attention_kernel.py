@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays
-from runtime.arrays.values import Gradients, Loras, Values
+from runtime.arrays.values import Loras, Values
 from runtime.operations.attention import CachedAttention
-from runtime.operations.kernel import Run, Tools
+from runtime.operations.kernel import ForwardKernel, Run
 from runtime.operations.prefix_kernel import Prefix, attended
 from runtime.operations.values import POSITION
 
@@ -101,11 +101,8 @@ def hidden(
     return masked if window is None else masked | (places <= rows - window)
 
 
-@dataclass(frozen=True)
-class CachedAttentionKernel:
+class CachedAttentionKernel(ForwardKernel):
     """The `CachedAttention` operation; lanes are parts of one sequence, in order."""
-
-    tools: Tools
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation = run.operation(CachedAttention)
@@ -123,6 +120,3 @@ class CachedAttentionKernel:
             scale, window, cap = operation.scale, operation.window, operation.cap
             out = ring.attend(q, position, scale, window, prefix, cap, sinks)
             values[operation.outputs[0]] = out
-
-    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
-        raise AssertionError("what decodes is not trained")

@@ -14,9 +14,9 @@ from typing import ClassVar, Literal
 from runtime.arrays.stored import Graph, pages
 from runtime.operations.base import Call, Execution, Function, Operation, Scope, require
 from runtime.operations.gated import Gated
-from runtime.operations.placed import Placed
 from runtime.operations.values import (
     DECODED_TOKENS,
+    F32,
     Shape,
     T,
     dtype_of,
@@ -27,6 +27,37 @@ from runtime.operations.values import (
 )
 
 Activation = Literal["", "silu", "gelu_tanh"]  # MLX's silu and gelu_approx
+
+
+class Placed(Function, frozen=True):
+    """The serialized function `graph` of `inputs` and of the first token's position.
+
+    It takes the place of an `Elementwise` operation whose results depend on positions, where a
+    sequence is decoded; it is never in a bundle.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    graph: str
+
+    takes_parameters: ClassVar[bool] = True
+
+    def key(self, tokens: int) -> str:
+        """The key of the function for so many tokens."""
+        return graph_key(self.graph, "decode", tokens)
+
+    def graph_keys(self, bucket: int, backward: bool) -> tuple[str, ...]:
+        return (self.key(bucket),)
+
+    def working_bytes(self, call: Call, execution: Execution) -> int:
+        """The graph's workspace, and its unwanted results."""
+        graph = execution.tables.graphs[self.key(execution.bucket)]
+        unwanted = sum(
+            math.prod(shape) * F32
+            for name, shape in zip(self.outputs, graph.outputs, strict=True)
+            if name not in call.wanted
+        )
+        return graph.workspace_bytes + unwanted
 
 
 class Elementwise(Function, frozen=True):
