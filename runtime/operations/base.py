@@ -20,7 +20,6 @@ from runtime.operations.values import F32, Shape, bytes_at, is_parameter
 
 Evaluation = Literal["part", "operation", "block"]
 """The units that are evaluated one after another; all of a unit's arrays are freed when it ends."""
-WHOLE = 1 << 62  # more tokens, or values, than there are
 
 
 def require(condition: bool, message: str) -> None:

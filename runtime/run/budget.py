@@ -114,9 +114,7 @@ def evaluation(manifest: Manifest, budget_bytes: int, max_seq_length: int) -> Wa
     return Wanted(request, EVALUATION, budget_bytes)
 
 
-def plan_decoding(
-    bundle: Bundle, budget_bytes: int, context: int, arithmetic: str = "auto"
-) -> Plan:
+def plan_decoding(bundle: Bundle, budget_bytes: int, context: int) -> Plan:
     """The plan on this machine to decode a sequence of at most `context` tokens.
 
     Raises:
@@ -124,7 +122,7 @@ def plan_decoding(
     """
     request = Request(CHUNK_TOKENS, prefetch=False, context=context)  # read again for each token
     wanted = Wanted(request, DECODING, budget_bytes)
-    return make_plan(bundle.manifest, machine_for(bundle, arithmetic), wanted)
+    return make_plan(bundle.manifest, machine_for(bundle, "auto"), wanted)
 
 
 def make_plan(manifest: Manifest, machine: Machine, wanted: Wanted) -> Plan:

@@ -78,7 +78,7 @@ def test_the_librarys_rule_tensor_by_tensor(
         for block in manifest.layers:
             fresh = {
                 tensor: mx.array(rng.normal(size=shape).astype(np.float32))
-                for tensor, shape in Adapters.shapes_of(manifest, block).items()
+                for tensor, shape in manifest.adapter_shapes(block).items()
             }
             gradients: Gradients = {
                 of: (
@@ -143,7 +143,7 @@ def test_a_norm_that_is_not_finite_updates_nothing(tiny: Tiny, rng: Rng, tmp_pat
     adapters = adapters_of(bundle, rng)
     clipping, kept = Clipping(adapters, 1.0, tmp_path), Kept()
     block = bundle.manifest.layers[0]
-    shapes = Adapters.shapes_of(bundle.manifest, block)
+    shapes = bundle.manifest.adapter_shapes(block)
     name = bundle.manifest.adapted(block)[0]
     of = block.tensor(name)
     da, db = (mx.ones(shapes[f"{of}.{suffix}"]) for suffix in ("lora_a", "lora_b"))
