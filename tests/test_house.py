@@ -62,7 +62,7 @@ OTHER_MEANING = {
     ("export/sources/rope.py", "kind not in SETTINGS"): "a scaling of positions",
     ("export/fused/gguf_metadata.py", "kind not in ('linear', 'yarn')"): "a scaling of positions",
     (
-        "harness/bench/published.py",
+        "harness/bench/mebp_tables.py",
         "*",
     ): "figures as papers print them, by the method they measured",
     ("harness/config/compare.py", "*"): "values to try; methods that it does not name have others",

@@ -31,7 +31,7 @@ from runtime.run.folder import (
     read_json,
 )
 from runtime.run.lora import to_resume
-from runtime.run.opened import announce, machine_of_run, progress_of, state_of, weights_of
+from runtime.run.opened import Opened, announce, machine_of_run, progress_of, weights_of
 from runtime.run.results import Events, TrainResult
 from runtime.run.schedule import learning_rate, settled
 from runtime.run.session import open_checked, open_session
@@ -130,7 +130,7 @@ def _continue(
     session = open_session(bundle, chosen, weights)  # loads what the plan multiplies by
     if state is not None and (others := state.other_arithmetic(arithmetic())):
         events.note(warning(f"the last bits may differ from those of an unbroken run: {others}"))
-    adapters, running = state_of(config, session, folder, rows.train, state, team)
+    adapters, running = Opened(config, session, folder, rows.train, team).state(state)
     invite(config, folder, chosen, bundle, team, events)
     trainer = Trainer(
         *(config, folder, session, adapters, running, samples, rows),

@@ -31,7 +31,7 @@ from runtime.run.folder import (
     RunFolder,
 )
 from runtime.run.lora import to_train
-from runtime.run.opened import announce, first_state, machine_of_run, weights_of
+from runtime.run.opened import Opened, announce, machine_of_run, weights_of
 from runtime.run.results import Events, TrainResult
 from runtime.run.schedule import settled
 from runtime.run.session import open_checked, open_session
@@ -159,7 +159,7 @@ def _begin(
     bundle = team.joined(bundle)
     weights = weights_of(fixed, bundle, chosen, folder, 0)
     session = open_session(bundle, chosen, weights)
-    adapters, running = first_state(fixed, session, folder, rows.train, team)
+    adapters, running = Opened(fixed, session, folder, rows.train, team).first_state()
     invite(fixed, folder, chosen, bundle, team, events)
     folder.write_json(PLAN, chosen)
     folder.write(CONFIG, to_toml(fixed).encode())

@@ -32,7 +32,7 @@ from runtime.run.folder import (
     read_json,
 )
 from runtime.run.lora import to_resume
-from runtime.run.opened import machine_of_run, progress_of, state_of, weights_of
+from runtime.run.opened import Opened, machine_of_run, progress_of, weights_of
 from runtime.run.results import Events, TrainResult
 from runtime.run.session import open_checked, open_session
 from runtime.run.team import ADAPTER, WORKERS, Team, adapter_files, of_bundle, versions
@@ -85,7 +85,7 @@ def worker(path: Path, own: Mapping[str, Any], team: Team) -> Iterator[Trainer]:
             )
             weights = weights_of(config, bundle, chosen, folder, progress.done)
             session = open_session(bundle, chosen, weights)
-            adapters, running = state_of(config, session, folder, rows.train, state, team)
+            adapters, running = Opened(config, session, folder, rows.train, team).state(state)
             yield Trainer(
                 *(config, folder, session, adapters, running, samples, rows),
                 *(Events(), meter, progress, team),
