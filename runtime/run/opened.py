@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,9 @@ import msgspec
 from runtime.bundle.store import Bundle
 from runtime.config.train import TrainConfig
 from runtime.core.notes import warning
-from runtime.data.rows import Rows
+from runtime.data.run_rows import RunRows
+from runtime.data.samples import Samples
+from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method, Start, started
@@ -23,10 +25,9 @@ from runtime.run.folder import (
     STATE_OF_METHOD,
     RunFolder,
 )
-from runtime.run.results import Events
+from runtime.run.results import Evaluation, Events
 from runtime.run.session import Session
 from runtime.run.team import Team
-from runtime.run.trainer import Progress
 from runtime.storage.saves import State
 from runtime.storage.scratch import MappedTensors
 
@@ -34,15 +35,32 @@ if TYPE_CHECKING:
     from runtime.methods.full.weights import FullWeights
 
 
+@dataclass
+class Progress:
+    """How far earlier processes have brought a run.
+
+    done: steps. seconds: of training. evaluations: by when ("before", a step's number, "after").
+    others: of other data, by the data and by when.
+    """
+
+    done: int = 0
+    seconds: float = 0.0
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    others: dict[str, dict[str, Evaluation]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Opened:
-    """A run that is about to train: its settings, its model, its folder, its rows, and its team."""
+    """A run that is about to train: its settings, model, folder and rows, and who is told of it."""
 
     config: TrainConfig
-    session: Session
     folder: RunFolder
-    rows: Rows
+    session: Session
+    samples: Samples
+    rows: RunRows
     team: Team
+    meter: Meter
+    events: Events
 
     def state(self, state: State | None) -> tuple[Adapters, Method]:
         """The adapters and the method of a save, or before the first step without one."""
@@ -99,7 +117,7 @@ class Opened:
             len(manifest.blocks),
             manifest.widest,
             session.weights,
-            self.rows,
+            self.rows.train,
             fresh,
             self.folder.write_initial,
             self.team.workers,
