@@ -27,7 +27,7 @@ from support.source_rules import (
 )
 
 from runtime.config.methods import METHODS
-from runtime.operations import attention, gated, logits, placed, sliced_mlp
+from runtime.operations import attention, elementwise, gated, logits, sliced_mlp
 from runtime.operations.base import Operation
 from runtime.operations.program import StoredOperation
 
@@ -35,7 +35,7 @@ OPERATIONS: tuple[type[Operation], ...] = (
     *get_args(StoredOperation),
     gated.Gated,
     sliced_mlp.SlicedMlp,
-    placed.Placed,
+    elementwise.Placed,
     attention.CachedAttention,
     logits.Logits,
 )
@@ -62,7 +62,7 @@ OTHER_MEANING = {
     ("export/sources/rope.py", "kind not in SETTINGS"): "a scaling of positions",
     ("export/fused/gguf_metadata.py", "kind not in ('linear', 'yarn')"): "a scaling of positions",
     (
-        "harness/bench/published.py",
+        "harness/bench/mebp_tables.py",
         "*",
     ): "figures as papers print them, by the method they measured",
     ("harness/config/compare.py", "*"): "values to try; methods that it does not name have others",

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from export.config.export import STORAGE
 from runtime.config.base import (
-    COUNT,
     FILLED,
     NOT_NEGATIVE,
     SIZE,
@@ -28,6 +27,7 @@ from runtime.config.shared import (
     adapter_field,
     bundle_field,
     device_field,
+    length_field,
 )
 from runtime.core.units import parse_bytes
 
@@ -89,14 +89,7 @@ class FuseConfig(DataOptions, BudgetOptions):
     eval_rows: int = option(
         16, "rows of --data to measure with; 0 for all", NOT_NEGATIVE, Group.EVALUATION
     )
-    max_seq_length: int | None = option(
-        None,
-        "tokens to predict per row of --data; longer rows are cut (default: the shortest of the "
-        "bundle's lengths that holds every row; for text, its longest up to 256)",
-        COUNT,
-        Group.EVALUATION,
-        aliases=("--seq-len",),
-    )
+    max_seq_length: int | None = length_field(Group.EVALUATION, " of --data")
     device: str = device_field()
 
     def __post_init__(self) -> None:

@@ -41,12 +41,11 @@ from runtime.core.errors import BundleError
 from runtime.operations.attention import Attention
 from runtime.operations.convolution import Convolution
 from runtime.operations.elementwise import Elementwise
-from runtime.operations.embedding import Embedding
+from runtime.operations.embedding import Embedding, Lookup
 from runtime.operations.experts import Experts
 from runtime.operations.gated_delta import GatedDelta
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear, Product
-from runtime.operations.lookup import Lookup
 from runtime.operations.program import BlockType, StoredOperation
 from runtime.operations.values import Shape, T, is_parameter, shape_at, token_axis
 

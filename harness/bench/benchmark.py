@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.bench.published import Publication
 from harness.config.bench import BenchConfig, times_smallest
 from harness.measure.bundles import bundle_of, smallest_megabytes
 from harness.measure.provenance import memory_bytes
@@ -29,6 +28,17 @@ from runtime.core.notes import Note
 Row = dict[str, Any]
 Cells = tuple[str, ...]  # the cells of a table
 NOT_PUBLISHED = "not in the paper"
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Where published figures come from, and which of our methods they are compared with."""
+
+    paper: str
+    place: str
+    device: str
+    setting: str
+    methods: tuple[str, ...]
 
 
 @dataclass(frozen=True)

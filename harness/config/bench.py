@@ -1,4 +1,4 @@
-"""The options of `ondevice bench`, and of `ondevice doctor`, which may measure too.
+"""The options of `ondevice bench`, of `ondevice doctor`, which may measure too, and of `report`.
 
 Lists (models, lengths, plans, budgets, peers) are one text with commas, with each name once. If a
 list is left out, the benchmark's default applies: in a paper's table, the paper's own list.
@@ -7,7 +7,7 @@ list is left out, the benchmark's default applies: in a paper's table, the paper
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
 from runtime.config.base import (
@@ -59,6 +59,10 @@ _BUDGETS = Check(
     lambda text: _once(text) and all(times_smallest(p) or is_size(p) for p in _parts(text)),
     "sizes such as 300MB, min for the smallest that fits or 2xmin for twice as much, each once",
 )
+_RUNS = Check(
+    lambda runs: bool(runs) and all(run.strip() for run in runs), "one or more run directories"
+)
+_PAGE = Check(lambda name: name.endswith(".html"), "a name that ends in .html")
 _TIMED = Check(lambda value: value >= 2, "2 or more: the first step of a process is not timed")
 
 
@@ -159,3 +163,21 @@ class DoctorConfig(Config):
     )
     seq_lens: str | None = option(None, "with --bench: tokens per row (default: 256)", LENGTHS)
     output: str = option("doctor.json", "with --bench: JSON file to write", FILLED, metavar="FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig(Config):
+    """The options of `ondevice report`, which shows runs as one page of HTML."""
+
+    positional: ClassVar[str] = "runs"
+
+    runs: tuple[str, ...] = option(
+        MISSING, "run directories, written by `ondevice train`", _RUNS, metavar="RUN..."
+    )
+    output: str = option(
+        "report.html",
+        "page to write; one that is there already is replaced",
+        _PAGE,
+        metavar="FILE",
+        aliases=("-o",),
+    )

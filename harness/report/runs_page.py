@@ -5,32 +5,54 @@ It reads a run's own files and changes none. A run that is still being trained h
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from harness.report.blocks import DIRECTIONS, block_charts
+import msgspec
+
+from harness.report.blocks import block_charts
 from harness.report.chart import Chart, Level, Line
 from harness.report.curve import Curve, Point, make_curve
 from harness.report.page_shell import page, paragraph
 from harness.report.table import Table
-from runtime.core.documents import from_json, from_toml
+from runtime.core.documents import from_toml
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import read_file, write_atomic
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.units import format_bytes, format_seconds
-from runtime.run.results import final_loss
+from runtime.run.results import Evaluation, Step, final_loss
 
 CONFIG, PLAN, SUMMARY = "config.toml", "plan.json", "summary.json"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.json"
-MEASURED = tuple(f"{direction}_{what}" for direction in DIRECTIONS for what in ("s", "peak_bytes"))
 ENDS = {"steps": "all steps done"}  # of a summary's "stopped", where its own word says too little
-OPTIONAL = ("loss", "gradient_norm")
-NEEDED = ("step", "seconds", "learning_rate", "footprint_bytes", "peak_footprint_bytes")
 Entry = Mapping[str, Any]  # a line of metrics.jsonl
+T = TypeVar("T")
+
+
+class _Plan(msgspec.Struct):
+    budget_bytes: int
+
+
+class _Block(msgspec.Struct, omit_defaults=True):
+    """A block of a profile, as `block_charts` reads it."""
+
+    name: str
+    forward_s: float | None = None
+    forward_peak_bytes: float | None = None
+    backward_s: float | None = None
+    backward_peak_bytes: float | None = None
+
+
+class _Summary(msgspec.Struct):
+    """What the page shows of a summary; of a run that has not ended there is none."""
+
+    stopped: str = ""
+    also_eval: dict[str, dict[str, Evaluation]] = {}
+    blocks: list[_Block] = []
+    seconds_per_step: dict[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -95,67 +117,41 @@ def read_run(path: Path, name: str) -> Run:
     try:
         settings = from_toml(read_file(path / CONFIG))
         entries = _entries(path / METRICS)
-        curve = make_curve(entries, _object(path / EVALUATIONS))
-        for point in curve.points:
-            _check_numbers(EVALUATIONS, vars(point), ("loss", "accuracy"))
-        plan, summary = _object(path / PLAN), _object(path / SUMMARY)
-        _check_numbers(PLAN, plan, ("budget_bytes",))
-        stopped = summary.get("stopped", "")
-        if not isinstance(stopped, str):
-            raise ValueError(f"stopped in {SUMMARY} is {stopped!r}")
-        others = summary.get("also_eval", {})
-        _check_others(others)
-        blocks, work_s = summary.get("blocks", []), summary.get("seconds_per_step", {})
-        _check_profile(blocks, work_s)
-        budget = plan["budget_bytes"]
-        return Run(name, path, settings, budget, entries, curve, stopped, others, blocks, work_s)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        evaluations = _read(path / EVALUATIONS, dict[str, Evaluation], {})
+        curve = make_curve(entries, msgspec.to_builtins(evaluations))
+        budget = _read(path / PLAN, _Plan).budget_bytes
+        ended = _read(path / SUMMARY, _Summary, _Summary())
+        others, blocks = msgspec.to_builtins((ended.also_eval, ended.blocks))
+        work_s = ended.seconds_per_step
+        return Run(
+            *(name, path, settings, budget, entries, curve),
+            *(ended.stopped, others, blocks, work_s),
+        )
+    except (OSError, ValueError, RecursionError) as problem:
         raise BundleError(f"{path} is damaged: {problem!r}") from None
 
 
-def _object(path: Path) -> dict[str, Any]:
-    """A file's JSON object, empty where there is no file."""
-    if not path.exists():
-        return {}
-    content = from_json(read_file(path))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} holds no object")
-    return content
+def _read(path: Path, kind: type[T], absent: T | None = None) -> T:
+    """The content of a file of JSON; `absent` where there is no file.
+
+    Raises:
+        OSError, ValueError, RecursionError: it cannot be read, or holds something else.
+    """
+    if absent is not None and not path.exists():
+        return absent
+    return msgspec.json.decode(read_file(path), type=kind)
 
 
 def _entries(path: Path) -> list[Entry]:
     """The whole lines of metrics.jsonl; a last one may be half written."""
     if not path.exists():
         return []
-    lines = read_file(path).decode().splitlines(keepends=True)
-    entries = [from_json(line) for line in lines if line.endswith("\n")]
-    for entry in entries:
-        _check_numbers(path.name, entry, NEEDED)
-        known = [key for key in OPTIONAL if entry.get(key) is not None]
-        _check_numbers(path.name, entry, known)
-    return entries
-
-
-def _check_numbers(file: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:
-    for key in keys:
-        value = values[key]
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"{key} in {file} is {value!r}, not a finite number")
-
-
-def _check_others(others: Mapping[str, Mapping[str, Any]]) -> None:
-    for evaluations in others.values():
-        for evaluation in evaluations.values():
-            if evaluation["loss"] is not None:
-                _check_numbers(SUMMARY, evaluation, ("loss",))
-
-
-def _check_profile(blocks: Sequence[Mapping[str, Any]], work_s: Mapping[str, float]) -> None:
-    for block in blocks:
-        if not isinstance(block["name"], str):
-            raise ValueError(f"name in {SUMMARY} is {block['name']!r}")
-        _check_numbers(SUMMARY, block, [key for key in MEASURED if key in block])
-    _check_numbers(SUMMARY, work_s, list(work_s))
+    lines = read_file(path).splitlines(keepends=True)
+    return [
+        msgspec.to_builtins(msgspec.json.decode(line, type=Step))
+        for line in lines
+        if line.endswith(b"\n")
+    ]
 
 
 def to_html(runs: Sequence[Run]) -> str:

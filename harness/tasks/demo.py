@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.measure.command import ondevice
-from harness.tasks.calls import generate
-from harness.tasks.examples import Example, write_jsonl
+from harness.tasks.calls import Example, generate, write_jsonl
 from runtime.core.errors import OnDeviceError
 from runtime.core.units import format_bytes
 

@@ -131,7 +131,7 @@ COMMANDS = (
         "report",
         "show one or more runs as a page of HTML",
         "The page holds losses, footprints, times and settings, and needs no network.",
-        "harness.config.report.ReportConfig",
+        "harness.config.bench.ReportConfig",
         CommandGroup.COMPARE,
     ),
     Command(

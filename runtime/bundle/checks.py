@@ -13,7 +13,7 @@ from runtime.arrays.stored import ALIGNMENT, FLOAT_BITS, ITEM_BYTES, Block, Exte
 from runtime.bundle.manifest import Manifest
 from runtime.core.errors import BundleError
 from runtime.core.stripes import MAX_SLICES
-from runtime.operations.base import Operation, require
+from runtime.operations.base import Operation, Scope, require
 from runtime.operations.program import BlockType
 from runtime.operations.values import T, is_parameter
 
@@ -180,6 +180,7 @@ def _check_block_type(manifest: Manifest, block_type: BlockType) -> None:
         require(good and all(0 < d <= MAX_DIM for d in sizes), f"{where}: {name} is {shape}")
     for name, sizes_of in block_type.parameters.items():
         require(all(0 < d <= MAX_DIM for d in sizes_of), f"{where}: {name} is {sizes_of}")
+    scope = Scope(where, values, block_type.parameters, manifest.tables)
     for position, operation in enumerate(operations):
         first, last = position == 0, position == len(operations) - 1
         require(first or bool(operation.inputs_read), f"{where}: a late {operation.label}")
@@ -198,7 +199,7 @@ def _check_block_type(manifest: Manifest, block_type: BlockType) -> None:
         for name in operation.statistics:
             require(name not in values, f"{where}: value {name!r}")
         known |= set(made)
-        operation.check(where, values, block_type.parameters, manifest.tables)
+        operation.check(scope)
     require(block_type.output in known, f"{where}: its output {block_type.output} is never made")
     used = {
         block_type.output,
@@ -230,11 +231,12 @@ def _check_block(manifest: Manifest, position: int, block: Block) -> None:
     for name, shape in block_type.parameters.items():
         vector = manifest.vectors.get(block.tensor(name))
         require(vector is not None and vector.shape == shape, f"{where}: {name} is not {shape}")
+    scope = Scope(where, values, block_type.parameters, manifest.tables, block.tensor)
     for operation in operations:
         if not operation.in_schedule:
             (name,) = operation.activations
             require(name == block_type.output, f"{where}: the head reads {name}")
-        operation.check_weights(where, values, manifest.tables, block.tensor)
+        operation.check_weights(scope)
         if operation.cache_of:
             _check_owner(manifest, position, operation, where)
 

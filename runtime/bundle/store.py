@@ -87,10 +87,6 @@ class Bundle:
                 "machine with its own slice"
             )
 
-    @property
-    def tokenizer_path(self) -> Path:
-        return self.path / TOKENIZER
-
     def with_lora(self, lora: LoraSettings) -> Bundle:
         """The same bundle with other adapters than its default."""
         return replace(self, manifest=self.manifest.with_lora(lora))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from runtime.config.base import COUNT, NOT_NEGATIVE, Config, option, required
+from runtime.config.base import NOT_NEGATIVE, Config, Group, option, required
 from runtime.config.shared import (
     DATA_FILE,
     HUB_DATA,
     DataOptions,
     bundle_field,
+    length_field,
     pack_field,
     valid_split_field,
 )
@@ -33,13 +34,8 @@ class DataConfig(DataOptions):
     data: str = required(
         f"data: {DATA_FILE}, a folder with train, valid and test, or {HUB_DATA}", "DATA"
     )
-    bundle: str = required("bundle directory, written by `ondevice export`", "BUNDLE")
-    max_seq_length: int | None = option(
-        None,
-        "tokens to predict per row; longer rows are cut (default: the shortest of the bundle's "
-        "lengths that holds every row; for text, its longest up to 256)",
-        COUNT,
-    )
+    bundle: str = bundle_field()
+    max_seq_length: int | None = length_field(Group.MAIN, aliases=())
     row: int = option(0, "the row to show, counted from 0 among those that are kept", NOT_NEGATIVE)
     valid_split: str | None = valid_split_field()
     pack: bool = pack_field()

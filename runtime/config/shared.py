@@ -61,6 +61,18 @@ def device_field() -> Any:
     )
 
 
+def length_field(group: Group, rows: str = "", *, aliases: tuple[str, ...] = ("--seq-len",)) -> Any:
+    """The field for the length at which rows are cut."""
+    return option(
+        None,
+        f"tokens to predict per row{rows}; longer rows are cut (default: the shortest of the "
+        "bundle's lengths that holds every row; for text, its longest up to 256)",
+        COUNT,
+        group,
+        aliases=aliases,
+    )
+
+
 ADAPTER = "a run, an adapter folder (ours, PEFT's or mlx-lm's), or its .safetensors file"
 
 
@@ -227,14 +239,7 @@ class BundleConfig(BudgetOptions):
     """Options of commands that use a bundle under a memory budget."""
 
     bundle: str = bundle_field()
-    max_seq_length: int | None = option(
-        None,
-        "tokens to predict per row; longer rows are cut (default: the shortest of the bundle's "
-        "lengths that holds every row; for text, its longest up to 256)",
-        COUNT,
-        Group.MEMORY,
-        aliases=("--seq-len",),
-    )
+    max_seq_length: int | None = length_field(Group.MEMORY)
     device: str = device_field()
     arithmetic: str = choice(
         "auto",

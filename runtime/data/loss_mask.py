@@ -14,8 +14,15 @@ from typing import Any
 from runtime.data.answers import Span
 from runtime.data.chat import ASSISTANT, ChatTemplate
 from runtime.data.conversation import Messages, checked_messages, checked_tools
-from runtime.data.fields import Completion, Conversation, Example, PlainText
-from runtime.data.known_keys import MASKED, REASONING, SCORED
+from runtime.data.fields import (
+    MASKED,
+    REASONING,
+    SCORED,
+    Completion,
+    Conversation,
+    Example,
+    PlainText,
+)
 from runtime.data.text_encoder import TextEncoder
 from runtime.data.unread import (
     foreign,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from runtime.data.chat import ASSISTANT, ChatTemplate
 from runtime.data.conversation import Messages
-from runtime.data.known_keys import (
+from runtime.data.fields import (
     CALL,
     MASKED,
     MESSAGE,

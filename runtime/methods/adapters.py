@@ -43,17 +43,12 @@ class Adapters:
         self.scale = manifest.lora.scale
         self.dropout = manifest.lora.dropout
 
-    @staticmethod
-    def shapes_of(manifest: Manifest, block: Block) -> dict[str, tuple[int, int]]:
-        """The shapes of one block's tensors, in program order."""
-        return manifest.adapter_shapes(block)
-
     @classmethod
     def shapes(cls, manifest: Manifest) -> dict[str, tuple[int, int]]:
         """Every tensor's shape, block by block in program order."""
         shapes: dict[str, tuple[int, int]] = {}
         for block in manifest.blocks:
-            shapes.update(cls.shapes_of(manifest, block))
+            shapes.update(manifest.adapter_shapes(block))
         return shapes
 
     @property

@@ -84,7 +84,7 @@ class Optimizer:
         self.moments = moments(name)
         manifest = adapters.manifest
         self._groups = {
-            block: groups(Adapters.shapes_of(manifest, block), most) for block in manifest.blocks
+            block: groups(manifest.adapter_shapes(block), most) for block in manifest.blocks
         }
         state = {
             group.moment(which): (group.ends[-1],)

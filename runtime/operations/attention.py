@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from runtime.arrays.stored import pages
-from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
+from runtime.operations.base import Call, Execution, Function, Operation, Scope, require
 from runtime.operations.logits import check_cap
 from runtime.operations.values import CHUNK_TOKENS, F32, Shape, T, is_parameter, shape_at
 
@@ -166,17 +166,11 @@ class Attention(Function, frozen=True):
         q, k, _ = (shape_at(values[name], execution.bucket) for name in self.inputs)
         return q[1] // k[1] * min(execution.bucket, execution.attention_block)
 
-    def check(
-        self,
-        where: str,
-        values: Mapping[str, Shape],
-        parameters: Mapping[str, tuple[int, ...]],
-        tables: Tables,
-    ) -> None:
-        where = f"{where}: attention"
+    def check(self, scope: Scope) -> None:
+        where = f"{scope.where}: attention"
         require(len(set(self.inputs)) == len(self.inputs), f"{where} of {self.inputs}")
-        q, k, v = (values[name] for name in self.inputs)
-        out = values[self.outputs[0]]
+        q, k, v = (scope.values[name] for name in self.inputs)
+        out = scope.values[self.outputs[0]]
         shaped = all(len(s) == 4 and s[0] == 1 and s[2] == T for s in (q, k, v, out))
         require(shaped, f"{where} shapes")
         fits = k[1] == v[1] and q[3] == k[3] and out == (1, q[1], T, v[3])
@@ -185,7 +179,9 @@ class Attention(Function, frozen=True):
         require(self.scale > 0 and math.isfinite(self.scale), f"{where}: scale {self.scale}")
         require(self.window is None or self.window > 0, f"{where}: window {self.window}")
         check_cap(where, self.cap)
-        good = not self.sinks or (is_parameter(self.sinks) and parameters[self.sinks[1:]] == q[1:2])
+        good = not self.sinks or (
+            is_parameter(self.sinks) and scope.parameters[self.sinks[1:]] == q[1:2]
+        )
         require(good, f"{where}: sinks {self.sinks}")
 
     def describe(self, values: Mapping[str, Shape]) -> str:

@@ -28,11 +28,10 @@ from runtime.arrays.values import Gradients, Loras, Values, accumulate
 from runtime.operations.attention import STARTS, Attention
 from runtime.operations.kernel import Run, Tools
 from runtime.operations.prefix_kernel import (
-    Prefix,
+    Scoring,
     attended,
     by_head,
     prefix_rows,
-    scores_of,
     transposed,
     watch_keys,
 )
@@ -64,21 +63,14 @@ class AttentionBlocks:
         q: mx.array,
         k: mx.array,
         v: mx.array,
-        scale: float,
-        window: int | None,
+        scoring: Scoring,
         starts: Starts | None = None,
-        prefix: Prefix | None = None,
-        cap: float | None = None,
-        sinks: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Attend.
 
         Args:
             q: (1, H, T, D); k, v: (1, K, T, D) with H a multiple of K.
             starts: where each token's row starts, in a sequence of packed rows.
-            prefix: further keys and values, which all queries see.
-            cap: of the scores.
-            sinks: a further score (H,) of each head, which has no value.
         Returns:
             out (1, H, T, D) and the log-sum-exp of every row of scores (K, H/K, T, 1).
         """
@@ -86,12 +78,10 @@ class AttentionBlocks:
         _, heads, tokens, width = q.shape
         groups = k.shape[1]
         grouped = q.reshape(groups, heads // groups, tokens, width)
-        sinks = None if sinks is None else sinks.reshape(groups, -1, 1, 1)
         joined, sums = _Joined(tokens, arrays), _Joined(tokens, arrays)
-        for start, stop, first, mask in self._blocks(tokens, window, starts):
+        for start, stop, first, mask in self._blocks(tokens, scoring.window, starts):
             keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
-            rows = grouped[:, :, start:stop]
-            out, lse = attended(rows, keys, values, scale, mask, arrays, prefix, cap, sinks)
+            out, lse = attended(grouped[:, :, start:stop], keys, values, mask, scoring, arrays)
             joined.put(start, out)
             sums.put(start, lse)
             del out, lse
@@ -105,17 +95,14 @@ class AttentionBlocks:
         out: mx.array,
         lse: mx.array,
         d_out: mx.array,
-        scale: float,
-        window: int | None,
+        scoring: Scoring,
         starts: Starts | None = None,
-        prefix: Prefix | None = None,
-        cap: float | None = None,
     ) -> tuple[mx.array, ...]:
         """dq, dk, dv, shaped as q, k, v, from what `forward` took and returned.
 
         Of a prefix, dK (K, m, D) and dV (K, m, E) follow.
         """
-        arrays = self.arrays
+        arrays, prefix, cap = self.arrays, scoring.prefix, scoring.cap
         _, heads, tokens, width = q.shape
         groups = k.shape[1]
         repeats = heads // groups
@@ -129,13 +116,13 @@ class AttentionBlocks:
             further = [mx.zeros(part[:, 0].shape) for part in (prefix.keys, prefix.values)]
             arrays.settle(further)
         joined = _Joined(tokens, arrays)
-        for start, stop, first, mask in self._blocks(tokens, window, starts):
+        for start, stop, first, mask in self._blocks(tokens, scoring.window, starts):
             keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
             rows = grouped[:, :, start:stop]
             d_rows = d_grouped[:, :, start:stop]
             inner = row_sums(d_rows * outputs[:, :, start:stop])
             arrays.settle(inner)
-            s = scores_of(rows, keys, scale, cap, arrays)
+            s = scoring.scores(rows, keys, arrays)
             slope = None if cap is None else arrays.cap_slope(s, cap)
             arrays.add_to(s, ..., mask)
             p = arrays.exp_below(s, lse[:, :, start:stop])
@@ -143,7 +130,7 @@ class AttentionBlocks:
             arrays.add_to(dv, (slice(None), slice(first, stop)), transposed(p, d_rows))
             dp = by_head(d_rows, values.swapaxes(-1, -2))
             arrays.settle(dp)
-            ds = arrays.weighed(dp, inner, p, scale)
+            ds = arrays.weighed(dp, inner, p, scoring.scale)
             if slope is not None:
                 ds = arrays.times(ds, slope)
             del p, dp, slope
@@ -153,7 +140,7 @@ class AttentionBlocks:
             del ds
             if prefix is not None:
                 sums = lse[:, :, start:stop]
-                part, *d_prefix = prefix.backward(rows, sums, inner, d_rows, scale, cap)
+                part, *d_prefix = prefix.backward(rows, sums, inner, d_rows, scoring)
                 dq = dq + part
                 arrays.settle(dq)
                 for whole, gradient in zip(further, d_prefix, strict=True):
@@ -212,14 +199,9 @@ class AttentionKernel:
         operation = run.operation(Attention)
         for values, own in zip(lanes, loras, strict=True):
             q, k, v = (values[name] for name in operation.inputs)
-            scale, window = operation.scale, operation.window
             watch_keys(own, operation.prefix, k, v, self.tools.arrays)
-            prefix = Prefix.of(own.get(operation.prefix), k.shape[1], self.tools.arrays)
-            starts, cap = starts_of(values), operation.cap
-            sinks = None
-            if operation.sinks:
-                sinks = self.tools.argument(run.block, operation.sinks, values, own)
-            out, sums = self.blocks.forward(q, k, v, scale, window, starts, prefix, cap, sinks)
+            scoring = Scoring.of(self.tools, run, values, own)
+            out, sums = self.blocks.forward(q, k, v, scoring, starts_of(values))
             self.tools.arrays.settle(out, sums)
             values[operation.outputs[0]] = out
             for name in run.instruction.statistics:
@@ -230,20 +212,9 @@ class AttentionKernel:
         q, k, v = (values[name] for name in operation.inputs)
         (output,), (statistic,) = operation.outputs, operation.statistics
         arrays = self.tools.arrays
-        prefix = Prefix.of(loras.get(operation.prefix), k.shape[1], arrays)
-        dq, dk, dv, *further = self.blocks.backward(
-            q,
-            k,
-            v,
-            values[output],
-            values[statistic],
-            values[f"~{output}"],
-            operation.scale,
-            operation.window,
-            starts_of(values),
-            prefix,
-            operation.cap,
-        )
+        scoring = Scoring.of(self.tools, run, values, loras)
+        results = (values[output], values[statistic], values[f"~{output}"])
+        dq, dk, dv, *further = self.blocks.backward(q, k, v, *results, scoring, starts_of(values))
         if further:
             d_keys, d_values = (prefix_rows(part, arrays) for part in further)
             accumulate(gradients, {operation.prefix: (d_keys, d_values)}, arrays)

@@ -7,6 +7,7 @@ two tables: `runtime.operations.program.StoredOperation` and `runtime.operations
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -19,7 +20,6 @@ from runtime.operations.values import F32, Shape, bytes_at, is_parameter
 
 Evaluation = Literal["part", "operation", "block"]
 """The units that are evaluated one after another; all of a unit's arrays are freed when it ends."""
-WHOLE = 1 << 62  # more tokens, or values, than there are
 
 
 def require(condition: bool, message: str) -> None:
@@ -207,6 +207,21 @@ class Call:
         return bytes_at(self.values[name], self.tokens, self.item_bytes)
 
 
+@dataclass(frozen=True)
+class Scope:
+    """Where an operation is checked: the values, parameters and tables that it may name.
+
+    where: its place, for messages. tensor: maps the name of a tensor within the block to its full
+    name; only a block has one.
+    """
+
+    where: str
+    values: Mapping[str, Shape]
+    parameters: Mapping[str, tuple[int, ...]]
+    tables: Tables
+    tensor: Callable[[str], str] = str
+
+
 class Operation(
     msgspec.Struct,
     frozen=True,
@@ -234,6 +249,18 @@ class Operation(
     """Whether recomputing its results where they are read costs next to nothing."""
     any_dtype: ClassVar[bool] = False
     """Whether its kernel takes values of bfloat16; others are given copies in float32."""
+
+    def __post_init__(self) -> None:
+        """Check that its class has written all that belongs together. Raises TypeError."""
+        own = type(self)
+        needed = ["working_bytes"]
+        if own.statistics is not Operation.statistics:
+            needed.append("statistic_bytes")
+        if own.prefixable is not Operation.prefixable:
+            needed.append("prefix_widths")
+        for name in needed:
+            if getattr(own, name) is getattr(Operation, name):
+                raise TypeError(f"the operation {own.__name__} has no {name}")
 
     @property
     def experts(self) -> int:
@@ -299,7 +326,7 @@ class Operation(
 
     def prefix_widths(self, values: Mapping[str, Shape]) -> tuple[int, int]:
         """How many values a key and a value of its prefix have, over all heads."""
-        raise NotImplementedError(f"{self.label} has no prefix")
+        return 0, 0
 
     @property
     def graph(self) -> str:
@@ -377,11 +404,11 @@ class Operation(
 
     def statistic_bytes(self, name: str, call: Call) -> int:
         """The bytes of one of its `statistics`."""
-        raise NotImplementedError(f"{self.label} has no statistics")
+        return 0
 
+    @abstractmethod
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """The bytes that it needs while it runs, besides the values that it reads and computes."""
-        raise NotImplementedError
 
     def widened(self, backward: bool) -> tuple[str, ...]:
         """The values, and their gradients, of which float32 copies exist if they are bfloat16.
@@ -414,18 +441,10 @@ class Operation(
         """The keys of the serialized functions that it runs at a sequence bucket."""
         return ()
 
-    def check(
-        self,
-        where: str,
-        values: Mapping[str, Shape],
-        parameters: Mapping[str, tuple[int, ...]],
-        tables: Tables,
-    ) -> None:
+    def check(self, scope: Scope) -> None:
         """Check its fields and shapes. Raises BundleError."""
 
-    def check_weights(
-        self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
-    ) -> None:
+    def check_weights(self, scope: Scope) -> None:
         """Check the tensors that it uses in one block. Raises BundleError."""
 
     def describe(self, values: Mapping[str, Shape]) -> str:

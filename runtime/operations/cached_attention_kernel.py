@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays
-from runtime.arrays.values import Gradients, Loras, Values
+from runtime.arrays.values import Loras, Values
 from runtime.operations.attention import CachedAttention
-from runtime.operations.kernel import Run, Tools
-from runtime.operations.prefix_kernel import Prefix, attended
+from runtime.operations.kernel import ForwardKernel, Run
+from runtime.operations.prefix_kernel import Scoring, attended
 from runtime.operations.values import POSITION
 
 MASKED = -1e30  # added to a score, which vanishes in its rounding
@@ -39,16 +39,7 @@ class Ring:
         for ring, new in ((self.keys, k), (self.values, v)):
             put_in_ring(ring, new, position, self.arrays)
 
-    def attend(
-        self,
-        q: mx.array,
-        position: int,
-        scale: float,
-        window: int | None,
-        prefix: Prefix | None = None,
-        cap: float | None = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
+    def attend(self, q: mx.array, position: int, scoring: Scoring) -> mx.array:
         """out (1, H, T, E) of the queries q (1, H, T, D) of the tokens from `position` on.
 
         They see a prefix besides, which is not in the ring. Keys and values of these tokens must
@@ -59,9 +50,8 @@ class Ring:
         places = ring_positions(self.slots, position + tokens)
         keys, values = (ring[0, :, None, : len(places)] for ring in (self.keys, self.values))
         rows = q.reshape(groups, heads // groups, tokens, width)
-        mask = _mask(places, position, tokens, window)
-        sinks = None if sinks is None else sinks.reshape(groups, -1, 1, 1)
-        out, _ = attended(rows, keys, values, scale, mask, self.arrays, prefix, cap, sinks)
+        mask = _mask(places, position, tokens, scoring.window)
+        out, _ = attended(rows, keys, values, mask, scoring, self.arrays)
         return out.reshape(1, heads, tokens, -1)
 
 
@@ -101,11 +91,8 @@ def hidden(
     return masked if window is None else masked | (places <= rows - window)
 
 
-@dataclass(frozen=True)
-class CachedAttentionKernel:
+class CachedAttentionKernel(ForwardKernel):
     """The `CachedAttention` operation; lanes are parts of one sequence, in order."""
-
-    tools: Tools
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation = run.operation(CachedAttention)
@@ -116,13 +103,5 @@ class CachedAttentionKernel:
             ring = Ring(keys, past, self.tools.arrays)
             if not operation.cache_of:
                 ring.write(k, v, position)
-            prefix = Prefix.of(own.get(operation.prefix), k.shape[1], self.tools.arrays)
-            sinks = None
-            if operation.sinks:
-                sinks = self.tools.argument(run.block, operation.sinks, values, own)
-            scale, window, cap = operation.scale, operation.window, operation.cap
-            out = ring.attend(q, position, scale, window, prefix, cap, sinks)
-            values[operation.outputs[0]] = out
-
-    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
-        raise AssertionError("what decodes is not trained")
+            scoring = Scoring.of(self.tools, run, values, own)
+            values[operation.outputs[0]] = ring.attend(q, position, scoring)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from runtime.arrays.stored import pages
 from runtime.operations.attention import slots_of
-from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
+from runtime.operations.base import Call, Execution, Function, Operation, Scope, require
 from runtime.operations.values import Shape, is_parameter, shape_at
 
 MOST_WIDTH = 64  # of a filter: each token is multiplied so often
@@ -45,24 +45,18 @@ class Convolution(Function, frozen=True):
         whole = call.bytes_of(self.inputs[0])
         return 2 * self.width * (pages(whole) + pages(whole // call.tokens)) + pages(whole)
 
-    def check(
-        self,
-        where: str,
-        values: Mapping[str, Shape],
-        parameters: Mapping[str, tuple[int, ...]],
-        tables: Tables,
-    ) -> None:
-        where = f"{where}: convolution"
+    def check(self, scope: Scope) -> None:
+        where = f"{scope.where}: convolution"
         source, *read = self.inputs
         good = not is_parameter(source) and 1 <= len(read) <= 2 and all(map(is_parameter, read))
         require(good and len(set(read)) == len(read), f"{where} of {self.inputs}")
         require(1 <= self.width <= MOST_WIDTH, f"{where} of width {self.width}")
-        shape = values[source]
+        shape = scope.values[source]
         require(shape[0] == 1 and len(shape) == 3, f"{where} of {shape}")
-        require(values[self.outputs[0]] == shape, f"{where} of {shape}")
+        require(scope.values[self.outputs[0]] == shape, f"{where} of {shape}")
         channels = shape[2]
         for name, expected in zip(read, [(channels, self.width, 1), (channels,)], strict=False):
-            found = parameters[name[1:]]
+            found = scope.parameters[name[1:]]
             require(found == expected, f"{where}: {name} is {found}, expected {expected}")
 
     def describe(self, values: Mapping[str, Shape]) -> str:

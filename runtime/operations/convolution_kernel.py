@@ -21,7 +21,7 @@ from runtime.arrays.values import Gradients, Loras, Values
 from runtime.operations.attention_kernel import Starts, starts_of
 from runtime.operations.cached_attention_kernel import put_in_ring
 from runtime.operations.convolution import CachedConvolution, Convolution
-from runtime.operations.kernel import Run, Tools
+from runtime.operations.kernel import ForwardKernel, Run, Tools
 from runtime.operations.values import POSITION, gradient_of
 
 
@@ -97,14 +97,11 @@ class ConvolutionKernel:
         return w, bias[0] if bias else None
 
 
-@dataclass(frozen=True)
-class CachedConvolutionKernel:
+class CachedConvolutionKernel(ForwardKernel):
     """The `CachedConvolution` operation; lanes are parts of one sequence, in order.
 
     The input of the token at position p lies in slot p modulo the number of slots.
     """
-
-    tools: Tools
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation, arrays = run.operation(CachedConvolution), self.tools.arrays
@@ -121,6 +118,3 @@ class CachedConvolutionKernel:
             y = forward(mx.concatenate([past, x]), w, bias, None, arrays)[before:]
             arrays.settle(y)
             values[operation.outputs[0]] = y[None]
-
-    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
-        raise AssertionError("what decodes is not trained")

@@ -12,11 +12,11 @@ from itertools import product
 from typing import ClassVar, Literal
 
 from runtime.arrays.stored import Graph, pages
-from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
+from runtime.operations.base import Call, Execution, Function, Operation, Scope, require
 from runtime.operations.gated import Gated
-from runtime.operations.placed import Placed
 from runtime.operations.values import (
     DECODED_TOKENS,
+    F32,
     Shape,
     T,
     dtype_of,
@@ -27,6 +27,37 @@ from runtime.operations.values import (
 )
 
 Activation = Literal["", "silu", "gelu_tanh"]  # MLX's silu and gelu_approx
+
+
+class Placed(Function, frozen=True):
+    """The serialized function `graph` of `inputs` and of the first token's position.
+
+    It takes the place of an `Elementwise` operation whose results depend on positions, where a
+    sequence is decoded; it is never in a bundle.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    graph: str
+
+    takes_parameters: ClassVar[bool] = True
+
+    def key(self, tokens: int) -> str:
+        """The key of the function for so many tokens."""
+        return graph_key(self.graph, "decode", tokens)
+
+    def graph_keys(self, bucket: int, backward: bool) -> tuple[str, ...]:
+        return (self.key(bucket),)
+
+    def working_bytes(self, call: Call, execution: Execution) -> int:
+        """The graph's workspace, and its unwanted results."""
+        graph = execution.tables.graphs[self.key(execution.bucket)]
+        unwanted = sum(
+            math.prod(shape) * F32
+            for name, shape in zip(self.outputs, graph.outputs, strict=True)
+            if name not in call.wanted
+        )
+        return graph.workspace_bytes + unwanted
 
 
 class Elementwise(Function, frozen=True):
@@ -149,14 +180,8 @@ class Elementwise(Function, frozen=True):
         unwanted = sum(pages(call.bytes_of(name)) for name in made if name not in call.wanted)
         return graph.allocated_bytes * count + unwanted
 
-    def check(
-        self,
-        where: str,
-        values: Mapping[str, Shape],
-        parameters: Mapping[str, tuple[int, ...]],
-        tables: Tables,
-    ) -> None:
-        where = f"{where}: elementwise graph {self.graph}"
+    def check(self, scope: Scope) -> None:
+        where = f"{scope.where}: elementwise graph {self.graph}"
         distinct = len(set(self.inputs)) == len(self.inputs)
         require(distinct and bool(self.outputs), f"{where}: its inputs or outputs")
         for name in self.vjp_inputs:
@@ -165,35 +190,32 @@ class Elementwise(Function, frozen=True):
         activations = set(self.activations)
         returned = (len(self.vjp_outputs), set(self.vjp_outputs))
         require(returned == (len(activations), activations), f"{where}: vjp: {self.vjp_outputs}")
-        self._check_same(where, values)
+        self._check_same(where, scope.values)
         if self.tokenwise:
             require(not self.position, f"{where}: it treats tokens alike, and takes a position")
             for name in (*activations, *self.outputs):
-                require(values[name].count(T) == 1, f"{where}: {name} has not one axis of tokens")
+                require(
+                    scope.values[name].count(T) == 1, f"{where}: {name} has not one axis of tokens"
+                )
         # whether the graph really computes this cannot be checked without running it
-        good = not self.gated or self.may_be_gated(values)
+        good = not self.gated or self.may_be_gated(scope.values)
         require(good, f"{where}: {self.gated} of {self.inputs}, {self.vjp_inputs}")
-        self._check_graphs(where, values, parameters, tables)
+        self._check_graphs(where, scope)
 
-    def _check_graphs(
-        self,
-        where: str,
-        values: Mapping[str, Shape],
-        parameters: Mapping[str, tuple[int, ...]],
-        tables: Tables,
-    ) -> None:
+    def _check_graphs(self, where: str, scope: Scope) -> None:
         """Check that there are graphs of the right signatures: for every bucket, and to decode.
 
         A bundle may come without graphs, which are then traced where it is used.
         """
+        tables = scope.tables
         if not tables.graphs:
             return
 
         def shapes(names: Sequence[str], tokens: int) -> tuple[tuple[int, ...], ...]:
             return tuple(
-                parameters[name[1:]]
+                scope.parameters[name[1:]]
                 if is_parameter(name)
-                else shape_at(values[name.removeprefix("~")], tokens)
+                else shape_at(scope.values[name.removeprefix("~")], tokens)
                 for name in names
             )
 

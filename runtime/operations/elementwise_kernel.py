@@ -12,10 +12,17 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from runtime.arrays.values import Gradients, Loras, Values
-from runtime.operations.elementwise import Elementwise
-from runtime.operations.kernel import Run, Tools
+from runtime.operations.elementwise import Elementwise, Placed
+from runtime.operations.kernel import ForwardKernel, Run, Tools
 from runtime.operations.program import Program
-from runtime.operations.values import gradient_of, graph_key, is_parameter, shape_at, token_axis
+from runtime.operations.values import (
+    POSITION,
+    gradient_of,
+    graph_key,
+    is_parameter,
+    shape_at,
+    token_axis,
+)
 
 
 @dataclass(frozen=True)
@@ -102,3 +109,22 @@ class ElementwiseKernel:
 def _along(program: Program, name: str, tile: slice) -> tuple[slice, ...]:
     axis = token_axis(program.values[name.removeprefix("~")])
     return (*(slice(None),) * axis, tile)
+
+
+class PlacedKernel(ForwardKernel):
+    """Runs the graph of a `Placed` operation at the position in the value `POSITION`."""
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        operation = run.operation(Placed)
+        for values, lora in zip(lanes, loras, strict=True):
+            arguments = [self.tools.argument(run.block, n, values, lora) for n in operation.inputs]
+            key = operation.key(run.tokens)
+            results = self.tools.graphs.call(key, [*arguments, values[POSITION]])
+            del arguments
+            made = dict(zip(operation.outputs, results, strict=True))
+            del results
+            wanted = {name: made[name] for name in run.instruction.wanted}
+            del made
+            working_bytes = self.tools.graphs.workspace_bytes(key)
+            self.tools.arrays.evaluate([*wanted.values()], working_bytes)
+            values.update(wanted)

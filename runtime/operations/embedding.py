@@ -1,11 +1,12 @@
-"""The operation Embedding: looks up the rows of a matrix that belong to tokens."""
+"""The operations Embedding and Lookup: rows of a matrix that belong to tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from runtime.arrays.stored import pages
-from runtime.operations.base import Call, Execution, Operation, Tables, require
+from runtime.operations.base import Call, Execution, Function, Operation, Scope, Tables, require
 from runtime.operations.values import F32, Shape, T
 
 MOST_ROWS = 1 << 24  # whose numbers float32 has, every one
@@ -62,18 +63,16 @@ class Embedding(Operation, frozen=True):
         tables = 2 if self.positions else 1
         return DEQUANTIZED * tables * pages(call.bytes_of(self.outputs[0]))
 
-    def check_weights(
-        self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
-    ) -> None:
-        check_vocabulary(where, self.matrix, tables)
+    def check_weights(self, scope: Scope) -> None:
+        check_vocabulary(scope.where, self.matrix, scope.tables)
         (name,) = self.outputs
-        stream = (1, T, tables.hidden_size)
-        require(values[name] == stream, f"{where}: {name} is not {stream}")
+        stream = (1, T, scope.tables.hidden_size)
+        require(scope.values[name] == stream, f"{scope.where}: {name} is not {stream}")
         if self.numbers:
-            fits = values[self.numbers] == (1, T, 1) and tables.vocab_size <= MOST_ROWS
-            require(fits, f"{where}: {self.numbers} of {tables.vocab_size} tokens")
+            fits = scope.values[self.numbers] == (1, T, 1) and scope.tables.vocab_size <= MOST_ROWS
+            require(fits, f"{scope.where}: {self.numbers} of {scope.tables.vocab_size} tokens")
         if self.positions:
-            self._check_positions(where, tables)
+            self._check_positions(scope.where, scope.tables)
 
     def _check_positions(self, where: str, tables: Tables) -> None:
         table = tables.matrices.get(self.positions)
@@ -94,3 +93,57 @@ def check_vocabulary(where: str, name: str, tables: Tables) -> None:
     expected = (tables.vocab_size, tables.hidden_size)
     shape = matrix and (matrix.rows, matrix.columns)
     require(shape == expected, f"{where}: {name} is {shape}, expected {expected}")
+
+
+class Lookup(Function, frozen=True):
+    """Row i of `matrix` for every token whose number is i: (1, T) -> (1, T, C).
+
+    `matrix` is relative to the block, or the full name of a matrix that another block owns. The
+    numbers have no gradient, and the rows are not trained.
+    """
+
+    inputs: tuple[str]
+    outputs: tuple[str]
+    matrix: str
+    owned: bool = True
+
+    reversible: ClassVar[bool] = False
+
+    @property
+    def chosen_by_tokens(self) -> bool:
+        return True
+
+    def name(self, tensor: Callable[[str], str]) -> str:
+        """The full name of the matrix."""
+        return tensor(self.matrix) if self.owned else self.matrix
+
+    def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
+        return (self.name(tensor),) if self.owned else ()
+
+    @property
+    def borrowed_matrix(self) -> str:
+        return "" if self.owned else self.matrix
+
+    def working_bytes(self, call: Call, execution: Execution) -> int:
+        matrix = execution.tables.matrices[self.name(call.tensor)]
+        return 3 * call.tokens * matrix.columns * F32
+
+    def allocated_bytes(self, call: Call, execution: Execution) -> int:
+        return DEQUANTIZED * pages(call.bytes_of(self.outputs[0]))
+
+    def check(self, scope: Scope) -> None:
+        shapes = [scope.values[name] for name in (*self.inputs, *self.outputs)]
+        good = shapes[0] == (1, T) and len(shapes[1]) == 3 and shapes[1][:2] == (1, T)
+        require(good, f"{scope.where}: lookup shapes {shapes}")
+
+    def check_weights(self, scope: Scope) -> None:
+        name = self.name(scope.tensor)
+        matrix = scope.tables.matrices.get(name)
+        found = matrix and (matrix.rows, matrix.columns)
+        columns = scope.values[self.outputs[0]][-1]
+        fits = matrix is not None and matrix.rows <= MOST_ROWS and matrix.columns == columns
+        require(fits, f"{scope.where}: {name} is {found}, for rows of {columns}")
+
+    def describe(self, values: Mapping[str, Shape]) -> str:
+        shape = "x".join(map(str, values[self.outputs[0]][1:]))
+        return f"lookup {self.matrix.rpartition('.')[2]} -> {shape}"

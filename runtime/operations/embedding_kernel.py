@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.values import Gradients, Lora, Loras, Values, move_of
-from runtime.operations.embedding import Embedding
-from runtime.operations.kernel import Run, Tools
+from runtime.core.errors import BundleError
+from runtime.operations.embedding import Embedding, Lookup
+from runtime.operations.kernel import ForwardKernel, Run, Tools
 
 # the values that a block without an input is given, both (T,) integers: tokens, and where in its
 # row of text each of them is
@@ -66,3 +67,20 @@ class EmbeddingKernel:
     def _through_a(self, tokens: npt.NDArray[np.int64], lora: Lora) -> mx.array:
         """s A[t] (T, r)."""
         return mx.take(lora.a, mx.array(tokens.astype(np.int32)), axis=0) * lora.scale
+
+
+class LookupKernel(ForwardKernel):
+    """Looks up the rows (1, T, C) of the numbers (1, T), which must be those of rows."""
+
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        operation = run.operation(Lookup)
+        name = operation.name(run.block.tensor)
+        matrix = self.tools.stored[name]
+        for values, lora in zip(lanes, loras, strict=True):
+            numbers = np.array(values[operation.inputs[0]]).reshape(-1)
+            if not ((numbers >= 0) & (numbers < matrix.rows)).all():
+                raise BundleError(f"{run.block.label} looks up rows that {name} does not have")
+            chosen = numbers.astype(np.int64)
+            rows = self.tools.matrices.rows(matrix, chosen, move_of(lora))[None]
+            self.tools.arrays.settle(rows)
+            values[operation.outputs[0]] = rows

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 from runtime.arrays.stored import Matrix, pages
-from runtime.operations.base import Call, Execution, Function, Tables, read_bytes, require
+from runtime.operations.base import Call, Execution, Function, Scope, read_bytes, require
 from runtime.operations.gated import SCRATCH_BYTES
 from runtime.operations.sliced_mlp import MOST_TOKENS, tile_most
 from runtime.operations.values import F32, Shape, T
@@ -140,39 +140,33 @@ class Experts(Function, frozen=True):
         tokens = self.tokens_at_once(call.tokens, int(call.values[self.inputs[2]][-1]))
         return tiles + call.lanes * tokens * (2 * gate.columns + down.rows) * F32
 
-    def check(
-        self,
-        where: str,
-        values: Mapping[str, Shape],
-        parameters: Mapping[str, tuple[int, ...]],
-        tables: Tables,
-    ) -> None:
-        where = f"{where}: experts"
+    def check(self, scope: Scope) -> None:
+        where = f"{scope.where}: experts"
         named = len(set(self.inputs)) == 3 == len(self.inputs) and len(self.outputs) == 1
         require(named, f"{where}: {self.inputs}, {self.outputs}")
-        shapes = [values[name] for name in (*self.inputs, *self.outputs)]
+        shapes = [scope.values[name] for name in (*self.inputs, *self.outputs)]
         require(all(s[:2] == (1, T) and len(s) == 3 for s in shapes), f"{where}: {shapes}")
         _, weights, chosen, _ = shapes
         most = weights == chosen and int(chosen[2]) <= self.count
         require(most, f"{where}: {weights} weights of {chosen} experts, of {self.count}")
 
-    def check_weights(
-        self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
-    ) -> None:
-        found = [tables.matrices.get(name) for name in self.matrices(tensor)]
+    def check_weights(self, scope: Scope) -> None:
+        found = [scope.tables.matrices.get(name) for name in self.matrices(scope.tensor)]
         shapes = [one and (one.rows, one.columns) for one in found]
         down = found[2]
-        columns, rows = values[self.inputs[0]][-1], values[self.outputs[0]][-1]
+        columns, rows = scope.values[self.inputs[0]][-1], scope.values[self.outputs[0]][-1]
         width = down.columns if down else 0
         wanted = [(self.count * width, columns)] * 2 + [(self.count * int(rows), width)]
         require(
             self.count > 0 and shapes == wanted,
-            f"{where}: {tensor(self.gate)}, ... are {shapes}, expected {wanted}",
+            f"{scope.where}: {scope.tensor(self.gate)}, ... are {shapes}, expected {wanted}",
         )
-        biases = [tables.vectors.get(name) for name in self.vectors(tensor)]
+        biases = [scope.tables.vectors.get(name) for name in self.vectors(scope.tensor)]
         expected = [(self.count, size // self.count) for size, _ in wanted]
         shaped = [bias and bias.shape for bias in biases] == (expected if self.biased else [])
-        require(shaped, f"{where}: biases of {tensor(self.gate)}, ..., expected {expected}")
+        require(
+            shaped, f"{scope.where}: biases of {scope.tensor(self.gate)}, ..., expected {expected}"
+        )
 
     def describe(self, values: Mapping[str, Shape]) -> str:
         chosen, made = values[self.inputs[2]][-1], "x".join(map(str, values[self.outputs[0]][1:]))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from runtime.arrays.stored import pages
-from runtime.operations.base import Call, Execution, Function, Operation, Tables, require
+from runtime.operations.base import Call, Execution, Function, Operation, Scope, require
 from runtime.operations.values import F32, Shape, T, shape_at
 
 CHUNK = 32  # tokens
@@ -79,19 +79,13 @@ class GatedDelta(Function, frozen=True):
         results = sum(pages(call.bytes_of(name)) for name in (*self.inputs, *self.outputs))
         return chunks * each + results
 
-    def check(
-        self,
-        where: str,
-        values: Mapping[str, Shape],
-        parameters: Mapping[str, tuple[int, ...]],
-        tables: Tables,
-    ) -> None:
-        where = f"{where}: {self.label}"
+    def check(self, scope: Scope) -> None:
+        where = f"{scope.where}: {self.label}"
         require(len(set(self.inputs)) == len(self.inputs), f"{where} of {self.inputs}")
-        q, k, v, decay, beta = (values[name] for name in self.inputs)
+        q, k, v, decay, beta = (scope.values[name] for name in self.inputs)
         shaped = all(shape[:2] == (1, T) for shape in (q, k, v, decay, beta))
         require(shaped and len(q) == len(v) == 4, f"{where} shapes")
-        fits = q == k and decay == beta == v[:3] and values[self.outputs[0]] == v
+        fits = q == k and decay == beta == v[:3] and scope.values[self.outputs[0]] == v
         require(fits, f"{where} shapes")
         require(int(v[2]) % int(q[2]) == 0, f"{where}: {v[2]} heads on {q[2]}")
 

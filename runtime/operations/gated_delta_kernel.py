@@ -24,7 +24,7 @@ from runtime.arrays.arrays import Arrays
 from runtime.arrays.values import Gradients, Loras, Values
 from runtime.operations.attention_kernel import Starts, starts_of
 from runtime.operations.gated_delta import CHUNK, SEGMENT, CachedGatedDelta, GatedDelta
-from runtime.operations.kernel import Run, Tools
+from runtime.operations.kernel import ForwardKernel, Run, Tools
 from runtime.operations.values import COUNT, POSITION, gradient_of
 
 Inputs = Sequence[mx.array]
@@ -311,14 +311,11 @@ class GatedDeltaKernel:
         return dict(zip(operation.inputs, found, strict=True))
 
 
-@dataclass(frozen=True)
-class CachedGatedDeltaKernel:
+class CachedGatedDeltaKernel(ForwardKernel):
     """The `CachedGatedDelta` operation; lanes are parts of one sequence, in order.
 
     Padding does not change the state.
     """
-
-    tools: Tools
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation, arrays = run.operation(CachedGatedDelta), self.tools.arrays
@@ -333,6 +330,3 @@ class CachedGatedDeltaKernel:
             arrays.settle(y)
             arrays.put(y, (slice(None), slice(0, count)), _by_token(part))
             values[operation.outputs[0]] = y
-
-    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
-        raise AssertionError("what decodes is not trained")

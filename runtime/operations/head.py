@@ -2,56 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+from collections.abc import Mapping
 
 from runtime.arrays.stored import Matrix, pages
-from runtime.operations.base import Call, Execution, Operation, Tables, read_bytes, require
+from runtime.operations.base import Call, Execution, Scope, read_bytes, require
 from runtime.operations.embedding import check_vocabulary
 from runtime.operations.linear import split_bytes
 from runtime.operations.logits import Logits, bias_of, check_cap
 from runtime.operations.values import F32, Shape, T
 
 
-class Head(Operation, frozen=True):
+class Head(Logits, frozen=True):
     """The loss of the logits h W^T, for h (1, T, D), against targets; it ends the last block.
 
     With `bias` a vector (V,) beside the matrix is added to the logits. With `cap` they are
     cap tanh(logits / cap). LoRA adds s (h A) B to the products h W^T.
     """
 
-    inputs: tuple[str]
-    matrix: str
-    bias: bool = False
-    cap: float | None = None
-
-    in_schedule: ClassVar[bool] = False
-    reversible: ClassVar[bool] = False
-
-    @property
-    def inputs_read(self) -> tuple[str, ...]:
-        return self.inputs
-
     @property
     def adaptable(self) -> tuple[str, ...]:
         return (self.matrix,)
 
-    def decoding(self, context: int) -> Operation:
+    def decoding(self, context: int) -> Logits:
         """`Logits`, which has no loss."""
         return Logits(self.inputs, self.matrix, self.bias, self.cap)
-
-    @property
-    def logits_cap(self) -> float | None:
-        return self.cap
-
-    def matrices(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
-        return (self.matrix,)
-
-    def vectors(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
-        return (bias_of(self.matrix),) if self.bias else ()
-
-    def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
-        return (self.matrix,)
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """The hidden states of all lanes with their gradients, and a chunk of the vocabulary.
@@ -99,18 +73,16 @@ class Head(Operation, frozen=True):
         logits = logits_bytes(execution)
         return logits, scoring_bytes(matrix, execution) + (0 if self.cap is None else logits)
 
-    def check_weights(
-        self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
-    ) -> None:
-        check_vocabulary(where, self.matrix, tables)
+    def check_weights(self, scope: Scope) -> None:
+        check_vocabulary(scope.where, self.matrix, scope.tables)
         (name,) = self.inputs
-        stream = (1, T, tables.hidden_size)
-        require(values[name] == stream, f"{where}: {name} is not {stream}")
+        stream = (1, T, scope.tables.hidden_size)
+        require(scope.values[name] == stream, f"{scope.where}: {name} is not {stream}")
         if self.bias:
-            extent = tables.vectors.get(bias_of(self.matrix))
-            fits = extent is not None and extent.shape == (tables.vocab_size,)
-            require(fits, f"{where}: {bias_of(self.matrix)}")
-        check_cap(where, self.cap)
+            extent = scope.tables.vectors.get(bias_of(self.matrix))
+            fits = extent is not None and extent.shape == (scope.tables.vocab_size,)
+            require(fits, f"{scope.where}: {bias_of(self.matrix)}")
+        check_cap(scope.where, self.cap)
 
     def describe(self, values: Mapping[str, Shape]) -> str:
         cap = "" if self.cap is None else f" (cap {self.cap:g})"

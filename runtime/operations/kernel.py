@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -95,3 +96,17 @@ class Kernel(Protocol):
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
         """The wanted gradients by value name; those of adapters are added to `gradients`."""
+
+
+@dataclass(frozen=True)
+class ForwardKernel(ABC):
+    """The base of kernels of what has no backward: decoding, and looking up by numbers."""
+
+    tools: Tools
+
+    @abstractmethod
+    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
+        """See `Kernel`."""
+
+    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        raise AssertionError(f"{run.instruction.operation.label} is not trained")

@@ -10,10 +10,10 @@ from runtime.operations.base import Operation
 from runtime.operations.cached_attention_kernel import CachedAttentionKernel
 from runtime.operations.convolution import CachedConvolution, Convolution
 from runtime.operations.convolution_kernel import CachedConvolutionKernel, ConvolutionKernel
-from runtime.operations.elementwise import Elementwise
-from runtime.operations.elementwise_kernel import ElementwiseKernel
-from runtime.operations.embedding import Embedding
-from runtime.operations.embedding_kernel import EmbeddingKernel
+from runtime.operations.elementwise import Elementwise, Placed
+from runtime.operations.elementwise_kernel import ElementwiseKernel, PlacedKernel
+from runtime.operations.embedding import Embedding, Lookup
+from runtime.operations.embedding_kernel import EmbeddingKernel, LookupKernel
 from runtime.operations.experts import Experts
 from runtime.operations.experts_kernel import ExpertsKernel
 from runtime.operations.gated import Gated
@@ -23,10 +23,6 @@ from runtime.operations.gated_kernel import GatedKernel
 from runtime.operations.kernel import Kernel, Tools
 from runtime.operations.linear import Linear
 from runtime.operations.linear_kernel import LinearKernel
-from runtime.operations.lookup import Lookup
-from runtime.operations.lookup_kernel import LookupKernel
-from runtime.operations.placed import Placed
-from runtime.operations.placed_kernel import PlacedKernel
 from runtime.operations.sliced_mlp import SlicedMlp
 from runtime.operations.sliced_mlp_kernel import SlicedMlpKernel
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from runtime.arrays.stored import Matrix, Record, pages
-from runtime.operations.base import Call, Execution, Operation, Tables, read_bytes, require
+from runtime.operations.base import Call, Execution, Operation, Scope, read_bytes, require
 from runtime.operations.values import F32, Shape, T
 
 MASK = 1  # bytes of a value's entry in a mask
@@ -91,29 +91,23 @@ class Linear(Operation, frozen=True):
             if call.backward or linear.output in call.wanted
         )
 
-    def check(
-        self,
-        where: str,
-        values: Mapping[str, Shape],
-        parameters: Mapping[str, tuple[int, ...]],
-        tables: Tables,
-    ) -> None:
-        require(len(self.inputs) == 1 and bool(self.linears), f"{where}: linear operation")
-        shapes = [values[name] for name in (*self.inputs, *self.results)]
-        require(all(s[:2] == (1, T) and len(s) == 3 for s in shapes), f"{where}: {shapes}")
+    def check(self, scope: Scope) -> None:
+        require(len(self.inputs) == 1 and bool(self.linears), f"{scope.where}: linear operation")
+        shapes = [scope.values[name] for name in (*self.inputs, *self.results)]
+        require(all(s[:2] == (1, T) and len(s) == 3 for s in shapes), f"{scope.where}: {shapes}")
 
-    def check_weights(
-        self, where: str, values: Mapping[str, Shape], tables: Tables, tensor: Callable[[str], str]
-    ) -> None:
+    def check_weights(self, scope: Scope) -> None:
         for linear in self.linears:
-            name = tensor(linear.name)
-            matrix = tables.matrices.get(name)
-            wanted = (values[linear.output][-1], values[self.inputs[0]][-1])
+            name = scope.tensor(linear.name)
+            matrix = scope.tables.matrices.get(name)
+            wanted = (scope.values[linear.output][-1], scope.values[self.inputs[0]][-1])
             shape = matrix and (matrix.rows, matrix.columns)
-            require(shape == wanted, f"{where}: {name} is {shape}, expected {wanted}")
-            bias = tables.vectors.get(f"{name}.bias")
+            require(shape == wanted, f"{scope.where}: {name} is {shape}, expected {wanted}")
+            bias = scope.tables.vectors.get(f"{name}.bias")
             if linear.bias:
-                require(bias is not None and bias.shape == wanted[:1], f"{where}: {name}.bias")
+                require(
+                    bias is not None and bias.shape == wanted[:1], f"{scope.where}: {name}.bias"
+                )
 
     def describe(self, values: Mapping[str, Shape]) -> str:
         names = ", ".join(linear.name.split(".")[-1] for linear in self.linears)

@@ -14,11 +14,14 @@ rebuilds probabilities from the log-sum-exp of all these scores needs to know of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from runtime.arrays.arrays import Arrays, row_sums
-from runtime.arrays.values import Lora, Loras
+from runtime.arrays.values import Lora, Loras, Values
+from runtime.operations.attention import Attention
+from runtime.operations.kernel import Run, Tools
 
 
 @dataclass(frozen=True)
@@ -41,35 +44,25 @@ class Prefix:
         arrays.settle(keys, values)
         return cls(keys, values, arrays)
 
-    def scores(self, q: mx.array, scale: float, cap: float | None = None) -> mx.array:
-        """q K'^T scale (K, R, t, m) of queries q (K, R, t, D), capped, evaluated."""
-        return scores_of(q, self.keys, scale, cap, self.arrays)
-
     def output(self, p: mx.array) -> mx.array:
         """p V' (K, R, t, E) of probabilities, or what is in proportion to them, p (K, R, t, m)."""
         return by_head(p, self.values)
 
     def backward(
-        self,
-        q: mx.array,
-        lse: mx.array,
-        inner: mx.array,
-        d_out: mx.array,
-        scale: float,
-        cap: float | None = None,
+        self, q: mx.array, lse: mx.array, inner: mx.array, d_out: mx.array, scoring: Scoring
     ) -> tuple[mx.array, mx.array, mx.array]:
         """dq (K, R, t, D), dK' (K, m, D) and dV' (K, m, E), evaluated, as those of the sequence.
 
         `lse` (K, R, t, 1) is the log-sum-exp over all keys, `inner` rowsum(dO * O).
         """
-        scores = self.scores(q, scale, cap)
+        scores, cap = scoring.scores(q, self.keys, self.arrays), scoring.cap
         slope = None if cap is None else self.arrays.cap_slope(scores, cap)
         p = self.arrays.exp_below(scores, lse)
         del scores
         d_values = transposed(p, d_out)
         dp = by_head(d_out, self.values.swapaxes(-1, -2))
         self.arrays.settle(d_values, dp)
-        ds = self.arrays.weighed(dp, inner, p, scale)
+        ds = self.arrays.weighed(dp, inner, p, scoring.scale)
         if slope is not None:
             ds = self.arrays.times(ds, slope)
         dq, d_keys = by_head(ds, self.keys), transposed(ds, q)
@@ -77,41 +70,62 @@ class Prefix:
         return dq, d_keys, d_values
 
 
-def scores_of(
-    q: mx.array, k: mx.array, scale: float, cap: float | None, arrays: Arrays
-) -> mx.array:
-    """The scores (K, R, t, n) of queries (K, R, t, D) with keys (K, 1, n, D), evaluated."""
-    scores = by_head(q * scale, k.swapaxes(-1, -2))
-    arrays.settle(scores)
-    return scores if cap is None else arrays.capped(scores, cap)
+class Scoring(NamedTuple):
+    """How queries score keys, and what they see besides those of the sequence.
+
+    window: how many tokens a query sees, itself the last; None for all. prefix: further keys and
+    values, which all queries see. cap: of the scores. sinks: a further score (H,) of each head,
+    which has no value.
+    """
+
+    scale: float
+    window: int | None = None
+    prefix: Prefix | None = None
+    cap: float | None = None
+    sinks: mx.array | None = None
+
+    @classmethod
+    def of(cls, tools: Tools, run: Run, values: Values, loras: Loras) -> Scoring:
+        """That of a batch lane at an attention."""
+        operation = run.operation(Attention)
+        heads = values[operation.inputs[1]].shape[1]
+        prefix = Prefix.of(loras.get(operation.prefix), heads, tools.arrays)
+        sinks = None
+        if operation.sinks:
+            sinks = tools.argument(run.block, operation.sinks, values, loras)
+        return cls(operation.scale, operation.window, prefix, operation.cap, sinks)
+
+    def scores(self, q: mx.array, k: mx.array, arrays: Arrays) -> mx.array:
+        """The scores (K, R, t, n) of queries (K, R, t, D) with keys (K, 1, n, D), evaluated."""
+        scores = by_head(q * self.scale, k.swapaxes(-1, -2))
+        arrays.settle(scores)
+        return scores if self.cap is None else arrays.capped(scores, self.cap)
 
 
 def attended(
     q: mx.array,
     k: mx.array,
     v: mx.array,
-    scale: float,
     mask: mx.array | None,
+    scoring: Scoring,
     arrays: Arrays,
-    prefix: Prefix | None = None,
-    cap: float | None = None,
-    sinks: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """The output (K, R, t, E) and the log-sum-exp of scores (K, R, t, 1), evaluated.
 
     Args:
         q: (K, R, t, D), by key head; k: (K, 1, n, D); v: (K, 1, n, E).
         mask: (t, n), added to the scores of these keys.
-        sinks: (K, R, 1, 1).
     """
-    s = scores_of(q, k, scale, cap, arrays)
+    prefix, sinks = scoring.prefix, scoring.sinks
+    s = scoring.scores(q, k, arrays)
     if mask is not None:
         arrays.add_to(s, ..., mask)
     top = arrays.row_max(s)
     if prefix is not None:
-        further = prefix.scores(q, scale, cap)
+        further = scoring.scores(q, prefix.keys, arrays)
         top = mx.maximum(top, arrays.row_max(further))
     if sinks is not None:
+        sinks = sinks.reshape(q.shape[0], -1, 1, 1)
         top = mx.maximum(top, sinks)
     arrays.settle(top)
     p = arrays.exp_below(s, top)

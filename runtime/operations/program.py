@@ -10,12 +10,11 @@ from runtime.operations.attention import Attention
 from runtime.operations.base import Operation
 from runtime.operations.convolution import Convolution
 from runtime.operations.elementwise import Elementwise
-from runtime.operations.embedding import Embedding
+from runtime.operations.embedding import Embedding, Lookup
 from runtime.operations.experts import Experts
 from runtime.operations.gated_delta import GatedDelta
 from runtime.operations.head import Head
 from runtime.operations.linear import Linear
-from runtime.operations.lookup import Lookup
 from runtime.operations.values import Shape
 
 StoredOperation = (

@@ -7,31 +7,29 @@ MLX's arrays and return them; here `np.asarray` takes either.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from runtime.arrays.values import Gradients, Loras, Values
+from runtime.arrays.values import Loras, Values
 from runtime.operations.attention import CachedAttention
 from runtime.operations.base import Operation
 from runtime.operations.cached_attention_kernel import hidden, ring_positions
-from runtime.operations.elementwise import Elementwise
+from runtime.operations.elementwise import Elementwise, Placed
 from runtime.operations.gated import Gated
 from runtime.operations.gated_kernel import gate_into
-from runtime.operations.kernel import Kernel, Run, Tools
+from runtime.operations.kernel import ForwardKernel, Kernel, Run, Tools
 from runtime.operations.linear import Linear
-from runtime.operations.placed import Placed
 from runtime.operations.values import POSITION, graph_key, is_parameter
 
 
 @dataclass(frozen=True)
-class RowKernel(ABC):
+class RowKernel(ForwardKernel):
     """Runs an operation lane by lane."""
 
-    tools: Tools
     _tensors: dict[str, Any] = field(default_factory=dict)
 
     def argument(self, run: Run, name: str, values: Any, loras: Loras) -> Any:
@@ -50,9 +48,6 @@ class RowKernel(ABC):
     @abstractmethod
     def row(self, run: Run, values: Any, loras: Loras) -> None:
         """Add the operation's results to the values of a lane."""
-
-    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
-        raise AssertionError("decoded tokens are not trained on")
 
 
 class RowLinear(RowKernel):

@@ -148,7 +148,7 @@ class PeakModel:
         (last,) = lowered.head.activations if lowered.head else (program.output,)
         alive = {gradient_of(last)}
         alive |= {program.input, *self._starts(lowered)} if program.input else set()
-        peak = self._peak(lowered, program, lowered.backward, alive, 1, self.lowered.bucket)
+        peak = self._peak(lowered, lowered.backward, alive)
         return peak + self._materialized_block(lowered) + self.adapters.at_end(lowered, 1)
 
     def forward(self, index: int, lanes: int) -> int:
@@ -159,16 +159,15 @@ class PeakModel:
         return self._forwards[index, lanes]
 
     def _forward(self, lowered: LoweredBlock, lanes: int) -> int:
-        program, bucket = lowered.program, self.lowered.bucket
+        program = lowered.program
         start = {program.input, *self._starts(lowered)} if program.input else set()
         if not program.input:
             lanes = 1  # embedded one at a time
-        peak = self._peak(lowered, program, lowered.forward, start, lanes, bucket)
+        peak = self._peak(lowered, lowered.forward, start, lanes)
         peak += self._materialized_block(lowered)
         if lowered.head is not None:  # which counts what it dequantizes
-            call = Call(
-                self.demand.backward, (), lanes, bucket, program.values, lowered.block.tensor
-            )
+            values, tensor = program.values, lowered.block.tensor
+            call = Call(self.demand.backward, (), lanes, self.lowered.bucket, values, tensor)
             peak = max(peak, lowered.head.working_bytes(call, self.execution))
         return peak + self.adapters.at_end(lowered, lanes)
 
@@ -197,7 +196,7 @@ class PeakModel:
         index = self._alike(index)
         if index not in self._kept:
             lowered = self.lowered.blocks[index]
-            call = self._plain(lowered, lowered.program, 1, self.lowered.bucket)
+            call = self._plain(lowered)
             sizes = _statistic_bytes(lowered.program, call)
             kept = (sizes[name] if name in sizes else call.bytes_of(name) for name in lowered.kept)
             self._kept[index] = self.demand.rows * sum(kept)
@@ -209,12 +208,12 @@ class PeakModel:
         if index in self._keeping:
             return self._keeping[index]
         lowered = self.lowered.blocks[index]
-        program, bucket = lowered.program, self.lowered.bucket
+        program = lowered.program
         given = {program.input, *self._starts(lowered)}
-        peak = self._peak(lowered, program, lowered.keeping, given, 1, bucket)
+        peak = self._peak(lowered, lowered.keeping, given)
         if lowered.backward_kept:
             alive = given | {gradient_of(program.output), *lowered.kept}
-            backward = self._peak(lowered, program, lowered.backward_kept, alive, 1, bucket)
+            backward = self._peak(lowered, lowered.backward_kept, alive)
             peak = max(peak, backward)
         self._keeping[index] = peak + self._materialized_block(lowered)
         return self._keeping[index]
@@ -241,17 +240,15 @@ class PeakModel:
     def _peak(
         self,
         lowered: LoweredBlock,
-        program: Program,
         schedule: tuple[Instruction, ...],
         alive: set[str],
-        lanes: int,
-        tokens: int,
+        lanes: int = 1,
     ) -> int:
         """The peak bytes along a schedule, given the values that exist before it."""
         if self.execution.one_evaluation:
-            return self._allocated(lowered, program, schedule, alive, lanes, tokens)
+            return self._allocated(lowered, schedule, alive, lanes)
         held = _Held()
-        size = _sizes(program, self._plain(lowered, program, lanes, tokens))
+        size = _sizes(lowered.program, self._plain(lowered, lanes))
         held.take({name: (size(name), "") for name in alive})
         peak = 0
         for instruction in schedule:
@@ -263,7 +260,7 @@ class PeakModel:
                 }
             before = held.nbytes
             fresh = held.take({name: (size(name), same) for name, same in made.items()})
-            work = self._working_bytes(lowered, program, instruction, lanes, tokens)
+            work = self._working_bytes(lowered, instruction, lanes)
             held.drop(instruction.frees)
             after = held.nbytes
             others = max(before, after)  # lanes before or after this instruction
@@ -275,24 +272,22 @@ class PeakModel:
     def _allocated(
         self,
         lowered: LoweredBlock,
-        program: Program,
         schedule: tuple[Instruction, ...],
         alive: set[str],
         lanes: int,
-        tokens: int,
     ) -> int:
         """The peak bytes where nothing is freed before an evaluation ends, in whole pages.
 
         A GPU keeps what a command buffer reads, and begins buffer after buffer without waiting.
         """
-        size = _sizes(program, self._plain(lowered, program, lanes, tokens))
+        size = _sizes(lowered.program, self._plain(lowered, lanes))
         known = set(alive)
         total = lanes * sum(pages(size(name)) for name in known)
         peak = total
         for instruction in schedule:
             operation = instruction.operation
             together = operation.runs_once_per_tile
-            call = self._call(lowered, program, instruction, lanes if together else 1, tokens)
+            call = self._call(lowered, instruction, lanes if together else 1)
             made = [*instruction.wanted, *instruction.statistics]
             if instruction.backward:
                 gradients = list(map(gradient_of, made))
@@ -312,10 +307,11 @@ class PeakModel:
                 total = lanes * sum(pages(size(name)) for name in known)
         return peak
 
-    def _plain(self, lowered: LoweredBlock, program: Program, lanes: int, tokens: int) -> Call:
+    def _plain(self, lowered: LoweredBlock, lanes: int = 1) -> Call:
         """A call for the sizes of values."""
+        values, tensor = lowered.program.values, lowered.block.tensor
         size = self.execution.value_bytes
-        return Call(False, (), lanes, tokens, program.values, lowered.block.tensor, item_bytes=size)
+        return Call(False, (), lanes, self.lowered.bucket, values, tensor, item_bytes=size)
 
     def _widened(self, operation: Operation, call: Call) -> Iterator[int]:
         """Bytes of each float32 copy that an operation takes or makes of one lane's values."""
@@ -323,21 +319,14 @@ class PeakModel:
             for name in operation.widened(call.backward):
                 yield bytes_at(call.values[name], call.tokens)
 
-    def _call(
-        self,
-        lowered: LoweredBlock,
-        program: Program,
-        instruction: Instruction,
-        lanes: int,
-        tokens: int,
-    ) -> Call:
-        values, tensor = program.values, lowered.block.tensor
+    def _call(self, lowered: LoweredBlock, instruction: Instruction, lanes: int) -> Call:
+        values, tensor = lowered.program.values, lowered.block.tensor
         dropped = lowered.adapted if self.demand.drops_inputs else frozenset()
         return Call(
             instruction.backward,
             instruction.wanted,
             lanes,
-            tokens,
+            self.lowered.bucket,
             values,
             tensor,
             dropped,
@@ -345,19 +334,9 @@ class PeakModel:
             self.execution.value_bytes if instruction.operation.any_dtype else F32,
         )
 
-    def _working_bytes(
-        self,
-        lowered: LoweredBlock,
-        program: Program,
-        instruction: Instruction,
-        lanes: int,
-        tokens: int,
-    ) -> int:
+    def _working_bytes(self, lowered: LoweredBlock, instruction: Instruction, lanes: int) -> int:
         """Bytes that an instruction needs besides its inputs and results."""
-        call, operation = (
-            self._call(lowered, program, instruction, lanes, tokens),
-            instruction.operation,
-        )
+        call, operation = self._call(lowered, instruction, lanes), instruction.operation
         copies = lanes if operation.runs_once_per_tile else 1
         widened = sum(self._widened(operation, call)) * copies
         return operation.working_bytes(call, self.execution) + widened

@@ -150,7 +150,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return document
 
 
-Wish = tuple[Request, Demand, Sizes, int]  # a task, sizes, and batch lanes
+class Task(NamedTuple):
+    """A request, and the demand of the method that is to run it."""
+
+    request: Request
+    demand: Demand
+
+
+Wish = tuple[Task, Sizes, int]  # a task, sizes, and batch lanes
 FACTS = ("limit_bytes", "minimum_bytes")
 """Fields of a plan that say how the machine and the process are, and decide nothing."""
 
@@ -206,66 +213,65 @@ class Planner:
         self._peaks: dict[Wish, _Peak] = {}
         self._known_seconds: dict[Wish, float] = {}
 
-    def plan(self, request: Request, demand: Demand, budget_bytes: int) -> Plan:
+    def plan(self, task: Task, budget_bytes: int) -> Plan:
         """The plan that fits and is fastest, or on a GPU, and with `PAPER`, the most generous one.
 
         Raises:
             BudgetError: not even the most frugal one fits; the message has the numbers and a way
                 out; or the machine's limit is lower than the budget.
         """
-        smallest = math.ceil(self._least(request, demand) / MARGIN)
+        smallest = math.ceil(self._least(task) / MARGIN)
         check_limit(self.machine, budget_bytes, smallest)
-        plan = self._whole_blocks(request, demand, budget_bytes, smallest)
+        plan = self._whole_blocks(task, budget_bytes, smallest)
         if plan is not None:
             return plan
-        for levels in self._level_sets(request, demand):
-            plan = self._best(request, demand, levels, budget_bytes, smallest)
+        for levels in self._level_sets(task):
+            plan = self._best(task, levels, budget_bytes, smallest)
             if plan is not None:
                 return plan
-        for level in self._all_levels(request, demand):
-            plan = self.predict(request, demand, level, budget_bytes, smallest)
+        for level in self._all_levels(task):
+            plan = self.predict(task, level, budget_bytes, smallest)
             if plan.predicted_peak_bytes - READING_BYTES <= MARGIN * budget_bytes:
                 return plan
-        raise BudgetError(self._refusal(request, demand, budget_bytes, smallest))
+        raise BudgetError(self._refusal(task, budget_bytes, smallest))
 
     def _best(
         self,
-        request: Request,
-        demand: Demand,
+        task: Task,
         levels: tuple[Sizes, ...],
         budget_bytes: int,
         smallest: int,
     ) -> Plan | None:
         """The fastest plan of these sizes that fits, or on a GPU the first; None if none does."""
-        choices = [(level, lanes) for level in levels for lanes in demand.lanes]
+        choices = [(level, lanes) for level in levels for lanes in task.demand.lanes]
         if self.machine.device == "cpu":
-            choices.sort(key=lambda choice: self._seconds(request, demand, *choice))
+            choices.sort(key=lambda choice: self._seconds(task, *choice))
         for level, lanes in choices:
-            spare = int(MARGIN * budget_bytes) - self._peak(request, demand, level, lanes).nbytes
+            spare = int(MARGIN * budget_bytes) - self._peak(task, level, lanes).nbytes
             if spare < 0:
                 continue
-            plan = self.predict(request, demand, level, budget_bytes, smallest, lanes)
-            if level is levels[0] and request.layout == "budget":
-                plan = self._with_spare(request, demand, level, plan, spare)
+            plan = self.predict(task, level, budget_bytes, smallest, lanes)
+            if level is levels[0] and task.request.layout == "budget":
+                plan = self._with_spare(task, level, plan, spare)
             return plan
         return None
 
-    def _seconds(self, request: Request, demand: Demand, sizes: Sizes, lanes: int) -> float:
+    def _seconds(self, task: Task, sizes: Sizes, lanes: int) -> float:
         """The seconds that a row is predicted to take at given sizes."""
-        key = (request, demand, sizes, lanes)
+        key = (task, sizes, lanes)
         if key not in self._known_seconds:
-            lowered = self.model(request, demand, sizes).lowered
-            self._known_seconds[key] = seconds(lowered, demand.backward, lanes)
+            lowered = self.model(task, sizes).lowered
+            self._known_seconds[key] = seconds(lowered, task.demand.backward, lanes)
         return self._known_seconds[key]
 
-    def _peak(self, request: Request, demand: Demand, sizes: Sizes, lanes: int) -> _Peak:
+    def _peak(self, task: Task, sizes: Sizes, lanes: int) -> _Peak:
         """The predicted peak at given sizes."""
-        key = (request, demand, sizes, lanes)
+        key = (task, sizes, lanes)
         if key not in self._peaks:
-            model = self.model(request, demand, sizes)
+            model = self.model(task, sizes)
             blocks = tuple(model.block(index, lanes) for index in range(len(model.lowered.blocks)))
             held = held_by_allocator(self.machine, model, blocks, sizes.cache_bytes)
-            process = self._process_bytes(request, model)
+            process = self._process_bytes(task, model)
             nbytes = process + model.adapters.current + model.adapters.gradients
             nbytes += model.weight_update_bytes + model.lowered.cached_bytes
             nbytes += held.live_bytes + held.slack_bytes + held.cache_bytes
@@ -274,19 +280,18 @@ class Planner:
 
     def predict(
         self,
-        request: Request,
-        demand: Demand,
+        task: Task,
         sizes: Sizes,
         budget_bytes: int,
         minimum_bytes: int,
         lanes: int | None = None,
     ) -> Plan:
         """The plan for given sizes; `lanes` defaults to the fewest that the method accepts."""
-        lanes = demand.lanes[-1] if lanes is None else lanes
-        peak = self._peak(request, demand, sizes, lanes)
-        model, held = self.model(request, demand, sizes), peak.held
+        lanes = task.demand.lanes[-1] if lanes is None else lanes
+        peak = self._peak(task, sizes, lanes)
+        model, held = self.model(task, sizes), peak.held
         lowered = model.lowered
-        lanes, evaluation_lanes = _free_lanes(request, demand, model, lanes, held)
+        lanes, evaluation_lanes = _free_lanes(task, model, lanes, held)
         return Plan(
             budget_bytes=budget_bytes,
             limit_bytes=self.machine.limit_bytes,
@@ -301,10 +306,10 @@ class Planner:
             cache_bytes=held.cache_bytes,
             mapped_value_bytes=model.mapped_value,
             value_bytes=model.largest_whole_value,
-            scratch_disk_bytes=_scratch_bytes(self.manifest, request, demand, model),
-            bucket=request.bucket,
-            rows=request.rows,
-            accumulation=request.accumulation,
+            scratch_disk_bytes=_scratch_bytes(self.manifest, task, model),
+            bucket=task.request.bucket,
+            rows=task.request.rows,
+            accumulation=task.request.accumulation,
             arithmetic=self.machine.arithmetic,
             tile_values=sizes.tile_values,
             attention_block=sizes.attention_block,
@@ -313,7 +318,7 @@ class Planner:
             chunk_rows=lowered.execution.chunk_rows,
             evaluation=sizes.evaluation,
             materialize_blocks=sizes.materialize_blocks,
-            prefetch=request.prefetch,
+            prefetch=task.request.prefetch,
             lanes=lanes,
             evaluation_lanes=evaluation_lanes,
             kept_layers=0,
@@ -321,19 +326,19 @@ class Planner:
             materialized_layers=0,
             materialized_bytes=0,
             blocks=peak.blocks,
-            context=request.context,
+            context=task.request.context,
             cached_bytes=lowered.cached_bytes,
             compute_dtype=self.machine.compute_dtype,
             in_place=sizes.in_place,
         )
 
-    def peak_of(self, plan: Plan, request: Request, demand: Demand) -> int:
+    def peak_of(self, plan: Plan, task: Task) -> int:
         """The peak of an earlier plan, with the process memory of the current machine value."""
-        model = self.model(request, demand, plan.sizes)
+        model = self.model(task, plan.sizes)
         others = plan.predicted_peak_bytes - plan.process_bytes
-        return others + self._process_bytes(request, model)
+        return others + self._process_bytes(task, model)
 
-    def again(self, plan: Plan, request: Request, demand: Demand) -> Plan:
+    def again(self, plan: Plan, task: Task) -> Plan:
         """What a planner makes of an earlier plan's choices: an equal plan, if it made that one.
 
         The choices are the sizes, the batch lanes, and what is kept and stays dequantized. The
@@ -344,48 +349,46 @@ class Planner:
             tiles = (sizes.tile_values, sizes.attention_block, sizes.slice_values)
             return (*tiles, sizes.in_place, sizes.materialize_blocks, sizes.evaluation)
 
-        ways = (BLOCK, *self._all_levels(request, demand))
+        ways = (BLOCK, *self._all_levels(task))
         known = [replace(level, keeps_mlps=plan.keeps_mlps) for level in ways]
         levels = [level for level in known if choices(level) == choices(plan.sizes)]
         made = plan
         for level in levels or known:
-            model = self.model(request, demand, level)
-            besides = self._process_bytes(request, model) - self.machine.process_bytes
+            model = self.model(task, level)
+            besides = self._process_bytes(task, model) - self.machine.process_bytes
             process = max(0, plan.process_bytes - besides)
             machine = msgspec.structs.replace(self.machine, process_bytes=process)
             before = Planner(self.manifest, machine)
-            for lanes in demand.lanes:
-                made = before.predict(request, demand, level, plan.budget_bytes, 0, lanes)
-                made = before._with_choices_of(plan, request, demand, level, made)
+            for lanes in task.demand.lanes:
+                made = before.predict(task, level, plan.budget_bytes, 0, lanes)
+                made = before._with_choices_of(plan, task, level, made)
                 if not deciding_differences(plan, made):
-                    smallest = math.ceil(before._least(request, demand) / MARGIN)
+                    smallest = math.ceil(before._least(task) / MARGIN)
                     return msgspec.structs.replace(made, minimum_bytes=smallest)
         return made
 
-    def _with_choices_of(
-        self, plan: Plan, request: Request, demand: Demand, level: Sizes, made: Plan
-    ) -> Plan:
+    def _with_choices_of(self, plan: Plan, task: Task, level: Sizes, made: Plan) -> Plan:
         """A new plan that keeps activations and dequantized weights of as many layers as `plan`."""
         layers = len(self.manifest.layers)
-        kept = min(plan.kept_layers, layers) if demand.backward else 0
+        kept = min(plan.kept_layers, layers) if task.demand.backward else 0
         materialized = min(plan.materialized_layers, layers) if self._loads_weights else 0
-        passed = request.context > 0 or self.machine.packed
+        passed = task.request.context > 0 or self.machine.packed
         head = plan.materialized_head and passed and materialized == layers
-        return self._with(request, demand, level, made, kept, materialized, head)
+        return self._with(task, level, made, kept, materialized, head)
 
-    def model(self, request: Request, demand: Demand, sizes: Sizes) -> PeakModel:
+    def model(self, task: Task, sizes: Sizes) -> PeakModel:
         """The model of bytes in use under given sizes: the last one, if they run alike."""
-        ways, machine = (*sizes.ways, request.context), self.machine
+        ways, machine = (*sizes.ways, task.request.context), self.machine
         if self._blocks[0] != ways:
-            self._blocks = ways, lower_blocks(self.manifest, sizes, request.context)
+            self._blocks = ways, lower_blocks(self.manifest, sizes, task.request.context)
         lowered = lower(
-            *(self.manifest, request.bucket, sizes, machine.packed, request.context),
+            *(self.manifest, task.request.bucket, sizes, machine.packed, task.request.context),
             machine.compute_dtype,
             blocks=self._blocks[1],
         )
         last = self._model
-        if last is None or (last.lowered, last.demand) != (lowered, demand):
-            last = self._model = PeakModel(self.manifest, lowered, demand)
+        if last is None or (last.lowered, last.demand) != (lowered, task.demand):
+            last = self._model = PeakModel(self.manifest, lowered, task.demand)
         return last
 
     @property
@@ -393,7 +396,7 @@ class Planner:
         """Whether weights can stay in memory as products take them: on a GPU also packed ones."""
         return not self.machine.packed or self.machine.device == "gpu"
 
-    def _process_bytes(self, request: Request, model: PeakModel) -> int:
+    def _process_bytes(self, task: Task, model: PeakModel) -> int:
         """Bytes of the process with its BLAS, opened graphs and prefetch thread."""
         blas = self.machine.blas
         panel = min(blas.panel_bytes, model.largest_tile_bytes)
@@ -406,40 +409,38 @@ class Planner:
                 nbytes += model.packed_rows * blas.row_bytes
         nbytes += LLVM_BYTES * model.execution.in_place
         nbytes += model.graph_file_bytes() * GRAPH_FACTOR
-        if request.prefetch:
+        if task.request.prefetch:
             nbytes += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes)
         if self.manifest.slice is not None:
             nbytes += THREAD_BYTES * self.manifest.slice.of + model.assembled_bytes
         return nbytes
 
-    def _whole_blocks(
-        self, request: Request, demand: Demand, budget_bytes: int, smallest: int
-    ) -> Plan | None:
+    def _whole_blocks(self, task: Task, budget_bytes: int, smallest: int) -> Plan | None:
         """The plan in which a block is one evaluation, if the budget can keep all activations.
 
         Without a backward it must have as many batch lanes as the method can use. Else the memory
         is worth more than the time between evaluations.
         """
-        if not self._operations(request, demand):
+        if not self._operations(task):
             return None
-        plan = self.predict(request, demand, BLOCK, budget_bytes, smallest, demand.lanes[0])
+        plan = self.predict(task, BLOCK, budget_bytes, smallest, task.demand.lanes[0])
         spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
         if spare < 0:
             return None
-        generous = self._with_spare(request, demand, BLOCK, plan, spare)
+        generous = self._with_spare(task, BLOCK, plan, spare)
         all_kept = generous.kept_layers == len(self.manifest.layers)
-        return generous if all_kept or not demand.backward else None
+        return generous if all_kept or not task.demand.backward else None
 
-    def _all_levels(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
-        return tuple(chain.from_iterable(self._level_sets(request, demand)))
+    def _all_levels(self, task: Task) -> tuple[Sizes, ...]:
+        return tuple(chain.from_iterable(self._level_sets(task)))
 
-    def _level_sets(self, request: Request, demand: Demand) -> tuple[tuple[Sizes, ...], ...]:
+    def _level_sets(self, task: Task) -> tuple[tuple[Sizes, ...], ...]:
         """The sizes that a plan can choose: of a set only where none of the sets before it fits."""
-        levels = self._levels(request, demand)
+        levels = self._levels(task)
         in_place: tuple[Sizes, ...] = ()
-        if self.machine.llvm and request.context and self._multiplies_in_place:
+        if self.machine.llvm and task.request.context and self._multiplies_in_place:
             in_place = tuple(replace(level, in_place=True) for level in levels)
-        return self._operations(request, demand), in_place, levels
+        return self._operations(task), in_place, levels
 
     @property
     def _multiplies_in_place(self) -> bool:
@@ -447,7 +448,7 @@ class Planner:
         blocks = self.manifest.blocks[1:]
         return all(each.compact for block in blocks for each in self.manifest.matrices_of(block))
 
-    def _operations(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
+    def _operations(self, task: Task) -> tuple[Sizes, ...]:
         """The sizes at which an operation is one evaluation.
 
         There are none where the trace of some graph does not say how much it allocates, where
@@ -455,35 +456,33 @@ class Planner:
         """
         known = all(graph.allocated_bytes is not None for graph in self.manifest.graphs.values())
         machine = self.machine
-        if machine.device == "cpu" or not (machine.packed and known) or demand.trains_weights:
+        if machine.device == "cpu" or not (machine.packed and known) or task.demand.trains_weights:
             return ()
-        return () if request.layout == "paper" else OPERATIONS
+        return () if task.request.layout == "paper" else OPERATIONS
 
-    def _levels(self, request: Request, demand: Demand) -> tuple[Sizes, ...]:
+    def _levels(self, task: Task) -> tuple[Sizes, ...]:
         """The sizes that a plan can choose, from generous to frugal."""
-        if request.layout == "paper":
+        if task.request.layout == "paper":
             return (PAPER,)
         levels = PACKED if self.machine.packed else LEVELS
-        if request.layout == "whole":
+        if task.request.layout == "whole":
             return tuple(replace(level, slices=False) for level in levels)
-        narrows = demand.backward and not self.machine.packed
+        narrows = task.demand.backward and not self.machine.packed
         return with_narrow_slices(levels) if narrows else levels
 
-    def _least(self, request: Request, demand: Demand) -> int:
+    def _least(self, task: Task) -> int:
         """The lowest peak of all levels, which need not be that of the smallest tiles."""
         return min(
-            self._peak(request, demand, level, demand.lanes[-1]).nbytes
-            for level in self._all_levels(request, demand)
+            self._peak(task, level, task.demand.lanes[-1]).nbytes
+            for level in self._all_levels(task)
             if level.slice_values in (0, NARROW[-1])
         )
 
-    def _with_spare(
-        self, request: Request, demand: Demand, sizes: Sizes, plan: Plan, spare: int
-    ) -> Plan:
+    def _with_spare(self, task: Task, sizes: Sizes, plan: Plan, spare: int) -> Plan:
         """Spend the rest of the budget on kept activations, then on dequantized weights."""
         layers = range(1, len(self.manifest.blocks) - 1)
-        sizes, kept, kept_bytes = self._keeping(request, demand, sizes, plan, spare)
-        model = self.model(request, demand, sizes)
+        sizes, kept, kept_bytes = self._keeping(task, sizes, plan, spare)
+        model = self.model(task, sizes)
         materialized = materialized_bytes = 0
         spare -= kept_bytes
         head = False
@@ -494,24 +493,22 @@ class Planner:
                     break
                 materialized, materialized_bytes = materialized + 1, more
             # each token passes over the head, and each step on a GPU
-            if (request.context or self.machine.packed) and materialized == len(layers):
+            if (task.request.context or self.machine.packed) and materialized == len(layers):
                 more = materialized_bytes + model.materialized_bytes(len(layers) + 1)
                 head = more <= spare
-        return self._with(request, demand, sizes, plan, kept, materialized, head)
+        return self._with(task, sizes, plan, kept, materialized, head)
 
-    def _keeping(
-        self, request: Request, demand: Demand, sizes: Sizes, plan: Plan, spare: int
-    ) -> tuple[Sizes, int, int]:
+    def _keeping(self, task: Task, sizes: Sizes, plan: Plan, spare: int) -> tuple[Sizes, int, int]:
         """The sizes at which as many layers as fit keep activations; how many, and their bytes.
 
         Those inside MLPs are kept only if all layers can keep theirs: they are the largest, and
         computed again they stay in the processor's cache.
         """
         layers, kept, kept_bytes = len(self.manifest.layers), 0, 0
-        if not demand.backward:
+        if not task.demand.backward:
             return sizes, 0, 0
         for way in (replace(sizes, keeps_mlps=True), replace(sizes, keeps_mlps=False)):
-            model = self.model(request, demand, way)
+            model = self.model(task, way)
             kept = kept_bytes = 0
             for count in range(1, layers + 1):
                 added = self._kept_bytes(model, plan, count)
@@ -529,8 +526,7 @@ class Planner:
 
     def _with(
         self,
-        request: Request,
-        demand: Demand,
+        task: Task,
         sizes: Sizes,
         plan: Plan,
         kept: int,
@@ -538,7 +534,7 @@ class Planner:
         head: bool,
     ) -> Plan:
         """A plan with so many layers that keep activations, and that stay dequantized."""
-        model = self.model(request, demand, sizes)
+        model = self.model(task, sizes)
         kept_bytes = self._kept_bytes(model, plan, kept)
         last = len(self.manifest.blocks) - 1
         stay = [*range(1, materialized + 1), *([last] if head else [])]
@@ -554,69 +550,71 @@ class Planner:
             materialized_head=head,
         )
 
-    def _refusal(self, request: Request, demand: Demand, budget_bytes: int, smallest: int) -> str:
+    def _refusal(self, task: Task, budget_bytes: int, smallest: int) -> str:
         name = self.manifest.provenance.get("name", self.manifest.family)
         needed = format_bytes(math.ceil(smallest / 1e6) * 1_000_000, up=True)
-        tokens = request.context or request.bucket
+        tokens = task.request.context or task.request.bucket
         text = (
             f"budget {format_bytes(budget_bytes)} < {needed} needed by {name} at {tokens} tokens; "
             f"the smallest that fits is {needed}"
         )
         room = MARGIN * budget_bytes
-        if request.context:
-            if fits := self._largest_context(request, demand, room):
+        if task.request.context:
+            if fits := self._largest_context(task, room):
                 return f"{text}, or keep prompt and answers to {fits} tokens together"
         else:
-            for bucket in reversed([b for b in self.manifest.buckets if b < request.bucket]):
-                if self._least(msgspec.structs.replace(request, bucket=bucket), demand) <= room:
+            for bucket in reversed([b for b in self.manifest.buckets if b < task.request.bucket]):
+                if self._least(_of(task, bucket=bucket)) <= room:
                     return f"{text}, or use --max-seq-length {bucket}"
         blas = self.machine.blas
         one_thread = msgspec.structs.replace(
             self.machine, blas=msgspec.structs.replace(blas, threads=1)
         )
-        if Planner(self.manifest, one_thread)._least(request, demand) <= room:
+        if Planner(self.manifest, one_thread)._least(task) <= room:
             return (
                 f"{text}, or set OPENBLAS_NUM_THREADS=1: each of {blas.threads} threads takes "
                 "memory"
             )
-        if demand.holds_gradients:
+        if task.demand.holds_gradients:
             return f"{text}; without --grad-accumulation fewer gradients are held"
         return text
 
-    def _largest_context(self, request: Request, demand: Demand, room: float) -> int:
+    def _largest_context(self, task: Task, room: float) -> int:
         """The largest shorter context, halved some times, that fits; 0 if none does."""
-        context = request.context // 2
+        context = task.request.context // 2
         while context >= LEAST_CONTEXT:
-            shorter = msgspec.structs.replace(request, context=context)
-            if self._least(shorter, demand) <= room:
+            if self._least(_of(task, context=context)) <= room:
                 return context
             context //= 2
         return 0
 
 
-def _free_lanes(
-    request: Request, demand: Demand, model: PeakModel, lanes: int, held: Held
-) -> tuple[int, int]:
+def _of(task: Task, **changes: int) -> Task:
+    """The same for another request."""
+    return task._replace(request=msgspec.structs.replace(task.request, **changes))
+
+
+def _free_lanes(task: Task, model: PeakModel, lanes: int, held: Held) -> tuple[int, int]:
     """How many batch lanes fit without a higher peak: for training, and for evaluation."""
     evaluation_lanes = lanes
-    if demand.trains:
-        most = max(EVALUATION_LANES, request.rows)
+    if task.demand.trains:
+        most = max(EVALUATION_LANES, task.request.rows)
         room = held.live_bytes + model.adapters.only_in_layers
         evaluation_lanes = model.free_lanes(room, lanes, most)
-    if demand.lanes_in_spare_memory:
-        lanes = min(evaluation_lanes, demand.lanes_in_spare_memory)
+    if task.demand.lanes_in_spare_memory:
+        lanes = min(evaluation_lanes, task.demand.lanes_in_spare_memory)
     return lanes, evaluation_lanes
 
 
-def _scratch_bytes(manifest: Manifest, request: Request, demand: Demand, model: PeakModel) -> int:
+def _scratch_bytes(manifest: Manifest, task: Task, model: PeakModel) -> int:
     """Bytes of a run's scratch files: activations, adapters, optimizer state, gradients.
 
     Where all weights are trained, the slots that hold them count as well.
     """
-    slots = len(manifest.blocks) if demand.slots is None else demand.slots
-    row_bytes = request.bucket * manifest.widest * F32
-    trained = model.adapters.all if demand.trains else 0
-    copies = 1 + demand.moments + demand.stores_gradients
-    if demand.trains_weights:  # two slots for each block
+    slots = len(manifest.blocks) if task.demand.slots is None else task.demand.slots
+    row_bytes = task.request.bucket * manifest.widest * F32
+    trained = model.adapters.all if task.demand.trains else 0
+    copies = 1 + task.demand.moments + task.demand.stores_gradients
+    if task.demand.trains_weights:  # two slots for each block
         trained, copies = manifest.weights_nbytes, 2
-    return slots * demand.hidden_states * row_bytes + copies * trained
+    return slots * task.demand.hidden_states * row_bytes + copies * trained

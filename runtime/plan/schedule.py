@@ -3,9 +3,8 @@
 The forward schedule is the program itself. The backward schedule of a block first recomputes the
 values that its backward reads (and no others), then runs the operations' backwards in reverse; an
 operation whose inputs need no gradient is left out. If there is memory for it, the forward keeps
-those values instead; only values inside a `Tiled` operation are always recomputed. Results of cheap
-operations, such as norms, are recomputed just before they are read, if their inputs are in memory
-then. Gradients are named `~value`.
+those values instead. Results of cheap operations, such as norms, are recomputed just before they
+are read, if their inputs are in memory then. Gradients are named `~value`.
 """
 
 from __future__ import annotations

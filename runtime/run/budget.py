@@ -26,6 +26,7 @@ from runtime.plan.plan import (
     Plan,
     Planner,
     Request,
+    Task,
     choose_bucket,
     deciding_differences,
 )
@@ -43,6 +44,11 @@ class Wanted(NamedTuple):
     request: Request
     demand: Demand
     budget_bytes: int
+
+    @property
+    def task(self) -> Task:
+        """All but the budget."""
+        return Task(self.request, self.demand)
 
 
 def training(config: StepConfig, manifest: Manifest, workers: int = 1) -> Wanted:
@@ -108,9 +114,7 @@ def evaluation(manifest: Manifest, budget_bytes: int, max_seq_length: int) -> Wa
     return Wanted(request, EVALUATION, budget_bytes)
 
 
-def plan_decoding(
-    bundle: Bundle, budget_bytes: int, context: int, arithmetic: str = "auto"
-) -> Plan:
+def plan_decoding(bundle: Bundle, budget_bytes: int, context: int) -> Plan:
     """The plan on this machine to decode a sequence of at most `context` tokens.
 
     Raises:
@@ -118,7 +122,7 @@ def plan_decoding(
     """
     request = Request(CHUNK_TOKENS, prefetch=False, context=context)  # read again for each token
     wanted = Wanted(request, DECODING, budget_bytes)
-    return make_plan(bundle.manifest, machine_for(bundle, arithmetic), wanted)
+    return make_plan(bundle.manifest, machine_for(bundle, "auto"), wanted)
 
 
 def make_plan(manifest: Manifest, machine: Machine, wanted: Wanted) -> Plan:
@@ -127,7 +131,7 @@ def make_plan(manifest: Manifest, machine: Machine, wanted: Wanted) -> Plan:
     Raises:
         BudgetError: nothing fits.
     """
-    return Planner(manifest, machine).plan(*wanted)
+    return Planner(manifest, machine).plan(wanted.task, wanted.budget_bytes)
 
 
 def machine_for(bundle: Bundle, arithmetic: str, compute_dtype: str = "float32") -> Machine:
@@ -203,7 +207,7 @@ def reason_to_replan(
         return "the bundle or the arithmetic has changed"
     if different := deciding_differences(plan, made):
         return f"its plan has {different[0]}"
-    now = Planner(manifest, machine).peak_of(plan, *wanted[:2])
+    now = Planner(manifest, machine).peak_of(plan, wanted.task)
     if now > plan.budget_bytes:
         return (
             f"it would take {format_bytes(now)} of a budget of {format_bytes(plan.budget_bytes)} "

@@ -15,13 +15,10 @@ from runtime.machine.footprint import Meter
 from runtime.run.budget import check_budget
 from runtime.run.generate import (
     Answer,
-    Decodes,
     Generator,
     Prompts,
     generation_of,
     longest_sequence,
-    planned,
-    sampling_of,
 )
 from runtime.run.lora import to_apply
 from runtime.run.results import Generation
@@ -41,7 +38,7 @@ class Chat:
         self.reset()
         self._meter = Meter(budget_bytes=config.budget_bytes)
         self._adapter = None if config.adapter is None else Path(config.adapter)
-        self._generator: Generator[Decodes] | None = None
+        self._generator: Generator | None = None
 
     def __enter__(self) -> Chat:
         self._meter.__enter__()
@@ -76,7 +73,7 @@ class Chat:
         if self._generator is None:
             self._open()
         assert self._generator is not None
-        if len(prompt.tokens) >= (most := self._generator.longest):
+        if len(prompt.tokens) >= (most := self._generator.context):
             limit = longest_sequence(self._prompts.bundle.manifest)
             more = "" if most == limit else ", or give a larger --context"
             whose = "the model was made for" if most == limit else "its context holds"
@@ -85,19 +82,17 @@ class Chat:
                 f"begin again (/reset){more}"
             )
         answer = Answer(len(prompt.tokens))
-        pieces = self._generator.pieces(
-            prompt, self._adapters, self.config.max_tokens, sampling_of(self.config), answer
-        )
+        pieces = self._generator.pieces(prompt, answer)
         self.messages.append({"role": "user", "content": text})
         return Turn(self, text, pieces, answer)
 
     def _open(self) -> None:
         """Open the model, once there has been a prompt: before that, the tokenizer took memory."""
         self._generator = Generator(
-            *(self._prompts.bundle, self._prompts.encoder, self._context),
-            self.config.budget_bytes,
+            *(self.config, self._prompts.bundle, self._adapter, self._prompts.encoder),
+            *(self._context, self._note),
         )
-        self._adapters, self.plan = planned(self._generator, self._adapter, self._note)
+        self.plan = self._generator.plan
 
     def check(self, state: str) -> None:
         """Raise BudgetError if the footprint has passed the budget."""

@@ -24,7 +24,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -55,6 +55,8 @@ from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Log
 from runtime.storage.saves import CONFIG, SAVES, SLOTS, Saves, State, another_run
 
+T = TypeVar("T")
+D = TypeVar("D")
 PLAN, METRICS, SUMMARY = "plan.json", "metrics.jsonl", "summary.json"
 EVALUATIONS, OTHER_EVALUATIONS = "evaluations.json", "also-evaluated.json"
 SPEEDS = "speeds.json"
@@ -396,14 +398,7 @@ class RunFolder:
         Raises:
             BundleError: the file is altered.
         """
-        path = self.path / SPEEDS
-        if not path.exists():
-            return None
-        self.check(SPEEDS)
-        try:
-            return msgspec.convert(read_json(path), Speeds)
-        except (msgspec.ValidationError, UnicodeError) as problem:
-            raise BundleError(f"{path} is damaged: {problem}") from None
+        return self._checked(SPEEDS, Speeds, None)
 
     def other_evaluations(self) -> dict[str, dict[str, Evaluation]]:
         """The evaluations of other data, by the data and when they were made.
@@ -411,12 +406,16 @@ class RunFolder:
         Raises:
             BundleError: the file is altered.
         """
-        path = self.path / OTHER_EVALUATIONS
+        return self._checked(OTHER_EVALUATIONS, dict[str, dict[str, Evaluation]], {})
+
+    def _checked(self, name: str, kind: type[T], absent: D) -> T | D:
+        """The content of a file that has a checksum; `absent` where there is no file."""
+        path = self.path / name
         if not path.exists():
-            return {}
-        self.check(OTHER_EVALUATIONS)
+            return absent
+        self.check(name)
         try:
-            return msgspec.convert(read_json(path), dict[str, dict[str, Evaluation]])
+            return msgspec.convert(read_json(path), kind)
         except (msgspec.ValidationError, UnicodeError) as problem:
             raise BundleError(f"{path} is damaged: {problem}") from None
 

@@ -9,7 +9,7 @@ from collections.abc import Generator as Stream
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
@@ -18,7 +18,6 @@ from runtime.core.errors import UsageError
 from runtime.core.notes import Note, silent, warning
 from runtime.data.pieces import read_pieces
 from runtime.data.prompts import Prompt, confined_prompt
-from runtime.machine.cgroup import memory_limit_bytes
 from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
 from runtime.plan.plan import Plan
@@ -27,20 +26,15 @@ from runtime.run.decoder import Decoder
 from runtime.run.lora import to_apply
 from runtime.run.results import Generation
 from runtime.run.sampling import Sampling
-from runtime.run.session import Session, open_checked, open_session
+from runtime.run.session import open_checked, open_session
 
-BUDGET_BYTES = 1_000_000_000  # where no budget is given
 SHOWN_BEFORE = 16  # tokens of a prompt with which its continuation is turned into text
-GREEDY = Sampling()
 
 
 class Decodes(Protocol):
     """Turns tokens into text."""
 
     def decode(self, tokens: list[int]) -> str: ...
-
-
-E = TypeVar("E", bound=Decodes)
 
 
 @dataclass
@@ -72,66 +66,41 @@ class Answer:
         return self.timed / self.seconds if self.timed else None
 
 
-class Generator(Generic[E]):
-    """A bundle that continues prompts, with the adapter that each is given.
+class Generator:
+    """A bundle with an adapter that continues prompts, and the sequence so far in its cache.
 
-    longest: the most tokens of a prompt and its continuation together; by default those of the
-    longest sequence bucket.
-    budget_bytes: the budget of the plan. Adapters with other settings than the first may take more.
+    context: the most tokens of a prompt and its continuation together.
+
+    Raises:
+        BudgetError: it does not fit the configuration's budget.
     """
 
     def __init__(
         self,
+        config: GenerationConfig,
         bundle: Bundle,
-        encoder: E,
-        longest: int | None = None,
-        budget_bytes: int | None = None,
+        adapter: Path | None,
+        encoder: Decodes,
+        context: int,
+        note: Note,
     ) -> None:
-        self.bundle, self.encoder = bundle, encoder
-        self.longest = longest or bundle.manifest.buckets[-1]
-        self._budget_bytes = budget_bytes
-        self._session: Session | None = None
-        self._decoder: Decoder | None = None
+        self._encoder, self.context, self._max_tokens = encoder, context, config.max_tokens
+        chosen = (config.temperature, config.top_k, config.top_p, config.min_p, config.seed)
+        self._sampling = Sampling(*chosen)
+        adapters = Adapters.applied(bundle.manifest, adapter)
+        self.plan = plan_decoding(bundle, config.budget_bytes, context)
+        self._decoder = Decoder(open_session(bundle, self.plan), adapters)
+        if self.plan.warning:
+            note(warning(self.plan.warning))
 
-    def adapters(self, path: Path | None) -> Adapters:
-        """The adapters in a run, folder or file; without one those that change nothing."""
-        return Adapters.applied(to_apply(path, self.bundle).manifest, path)
-
-    def session(self, adapters: Adapters) -> Session:
-        """The model, planned for adapters like these when it is first asked for.
-
-        Raises:
-            BudgetError: it does not fit.
-        """
-        if self._session is None:
-            bundle = self.bundle.with_lora(adapters.manifest.lora)
-            most = memory_limit_bytes() or BUDGET_BYTES
-            budget_bytes = self._budget_bytes or min(BUDGET_BYTES, most)
-            self._session = open_session(bundle, plan_decoding(bundle, budget_bytes, self.longest))
-        return self._session
-
-    def _decoder_for(self, adapters: Adapters) -> Decoder:
-        """The sequence so far, where it was read with the same adapters; else a new one."""
-        if self._decoder is None or self._decoder.adapters is not adapters:
-            self._decoder = None  # before the next cache is allocated
-            self._decoder = Decoder(self.session(adapters), adapters)
-        return self._decoder
-
-    def tokens(
-        self,
-        prompt: Prompt,
-        adapters: Adapters,
-        max_tokens: int,
-        sampling: Sampling,
-        answer: Answer,
-    ) -> Iterator[int | None]:
+    def _tokens(self, prompt: Prompt, answer: Answer) -> Iterator[int | None]:
         """Yield the tokens that continue a prompt, up to an end; `answer` is filled meanwhile.
 
         The prompt's common beginning with the sequence before is not read again. While more than
         passes at once is read, None is yielded after each pass, so that the caller can stop.
         """
-        decoder = self._decoder_for(adapters)
-        room = self.longest - len(prompt.tokens)
+        decoder, max_tokens = self._decoder, self._max_tokens
+        room = self.context - len(prompt.tokens)
         if room <= 0:
             answer.stopped = "context"
             return
@@ -144,7 +113,7 @@ class Generator(Generic[E]):
             yield None
         for count in range(min(max_tokens, room)):
             logits = decoder.read(given)
-            token = sampling.choose(logits, len(decoder.tokens))
+            token = self._sampling.choose(logits, len(decoder.tokens))
             now = time.perf_counter()
             if count:
                 answer.seconds, answer.timed = now - start - answer.prompt_s, count
@@ -158,22 +127,15 @@ class Generator(Generic[E]):
             given = [token]
         answer.stopped = "max_tokens" if max_tokens <= room else "context"
 
-    def pieces(
-        self,
-        prompt: Prompt,
-        adapters: Adapters,
-        max_tokens: int,
-        sampling: Sampling = GREEDY,
-        answer: Answer | None = None,
-    ) -> Iterator[str]:
-        """Yield the continuation of a prompt as text, up to an end or `max_tokens`.
+    def pieces(self, prompt: Prompt, answer: Answer) -> Iterator[str]:
+        """Yield the continuation of a prompt as text, up to an end or the most tokens.
 
-        Pieces are empty where there is nothing to show yet, so that the caller can stop.
+        `answer` is filled meanwhile. Pieces are empty where there is nothing to show yet, so that
+        the caller can stop.
         """
-        answer = answer or Answer(len(prompt.tokens))
-        tokens, decode = list(prompt.tokens[-SHOWN_BEFORE:]), self.encoder.decode
+        tokens, decode = list(prompt.tokens[-SHOWN_BEFORE:]), self._encoder.decode
         shown = decode(tokens)
-        for token in self.tokens(prompt, adapters, max_tokens, sampling, answer):
+        for token in self._tokens(prompt, answer):
             if token is None:
                 yield ""
                 continue
@@ -192,10 +154,6 @@ class Generator(Generic[E]):
                 yield ""
         if rest := decode(tokens)[len(shown) :]:
             yield rest
-
-    def text(self, prompt: Prompt, adapters: Adapters, max_tokens: int) -> str:
-        """The whole continuation, greedily."""
-        return "".join(self.pieces(prompt, adapters, max_tokens))
 
 
 class Prompts:
@@ -293,29 +251,14 @@ class Generating:
             context = len(prompt.tokens) + config.max_tokens
             if limit is not None:
                 context = _within(limit, len(prompt.tokens), config.max_tokens, note)
-            generator = Generator(bundle, prompts.encoder, context, config.budget_bytes)
-            adapters, plan = planned(generator, adapter, note)
+            generator = Generator(config, bundle, adapter, prompts.encoder, context, note)
+            plan = generator.plan
             self.answer.prompt_tokens, pieces = len(prompt.tokens), []
-            for piece in generator.pieces(
-                prompt, adapters, config.max_tokens, sampling_of(config), self.answer
-            ):
+            for piece in generator.pieces(prompt, self.answer):
                 pieces.append(piece)
                 yield piece
                 check_budget(meter, plan, f"generation ended at token {len(self.answer.tokens)}")
             self._result = generation_of(config.prompt, pieces, self.answer, plan, meter)
-
-
-def planned(generator: Generator[E], adapter: Path | None, note: Note) -> tuple[Adapters, Plan]:
-    """The adapter that a command names, and the plan for generating with it.
-
-    Raises:
-        BudgetError: nothing fits.
-    """
-    adapters = generator.adapters(adapter)
-    plan = generator.session(adapters).plan
-    if plan.warning:
-        note(warning(plan.warning))
-    return adapters, plan
 
 
 def generation_of(
@@ -334,11 +277,6 @@ def generation_of(
         predicted_peak_bytes=plan.predicted_peak_bytes,
         peak_footprint_bytes=meter.peak_bytes,
     )
-
-
-def sampling_of(config: GenerationConfig) -> Sampling:
-    """How a configuration chooses tokens."""
-    return Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.seed)
 
 
 def longest_sequence(manifest: Manifest) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,9 @@ import msgspec
 from runtime.bundle.store import Bundle
 from runtime.config.train import TrainConfig
 from runtime.core.notes import warning
-from runtime.data.rows import Rows
+from runtime.data.run_rows import RunRows
+from runtime.data.samples import Samples
+from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method, Start, started
@@ -22,10 +25,9 @@ from runtime.run.folder import (
     STATE_OF_METHOD,
     RunFolder,
 )
-from runtime.run.results import Events
+from runtime.run.results import Evaluation, Events
 from runtime.run.session import Session
 from runtime.run.team import Team
-from runtime.run.trainer import Progress
 from runtime.storage.saves import State
 from runtime.storage.scratch import MappedTensors
 
@@ -33,96 +35,94 @@ if TYPE_CHECKING:
     from runtime.methods.full.weights import FullWeights
 
 
-def state_of(
-    config: TrainConfig,
-    session: Session,
-    folder: RunFolder,
-    rows: Rows,
-    state: State | None,
-    team: Team,
-) -> tuple[Adapters, Method]:
-    """The adapters and the method of a save, or before the first step without one."""
-    if state is None:
-        return first_state(config, session, folder, rows, team)
-    return _saved_state(config, session, folder, rows, state, team)
+@dataclass
+class Progress:
+    """How far earlier processes have brought a run.
+
+    done: steps. seconds: of training. evaluations: by when ("before", a step's number, "after").
+    others: of other data, by the data and by when.
+    """
+
+    done: int = 0
+    seconds: float = 0.0
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    others: dict[str, dict[str, Evaluation]] = field(default_factory=dict)
 
 
-def first_state(
-    config: TrainConfig, session: Session, folder: RunFolder, rows: Rows, team: Team
-) -> tuple[Adapters, Method]:
-    """The adapters and the method before the first step; begins the logs."""
-    adapters = _first_adapters(config, session, folder)
-    running = _method(config, session, adapters, folder, rows, team)
-    folder.start_logs(running.log_header() if running.keeps_log else None)
-    team.compare("the first adapters", adapters.digest())
-    return adapters, running
+@dataclass(frozen=True)
+class Opened:
+    """A run that is about to train: its settings, model, folder and rows, and who is told of it."""
 
+    config: TrainConfig
+    folder: RunFolder
+    session: Session
+    samples: Samples
+    rows: RunRows
+    team: Team
+    meter: Meter
+    events: Events
 
-def _saved_state(
-    config: TrainConfig,
-    session: Session,
-    folder: RunFolder,
-    rows: Rows,
-    state: State,
-    team: Team,
-) -> tuple[Adapters, Method]:
-    """The adapters and the method of a save; goes on with its logs."""
-    save, manifest = folder.saves.place(state.step), session.bundle.manifest
-    if config.trains_all:
-        adapters = _first_adapters(config, session, folder)
-    else:
-        adapters = Adapters.load(manifest, save, _scratch_tensors(session, folder))
-    running = _method(config, session, adapters, folder, rows, team, fresh=False)
-    running.read(save / STATE_OF_METHOD)
-    folder.go_on_with_logs(state, running.keeps_log)
-    folder.publish(state.step)  # a kill may have come between the save and this copy of it
-    team.compare("the saved adapters", adapters.digest())
-    return adapters, running
+    def state(self, state: State | None) -> tuple[Adapters, Method]:
+        """The adapters and the method of a save, or before the first step without one."""
+        return self.first_state() if state is None else self._saved_state(state)
 
+    def first_state(self) -> tuple[Adapters, Method]:
+        """The adapters and the method before the first step; begins the logs."""
+        adapters = self._first_adapters()
+        running = self._method(adapters)
+        self.folder.start_logs(running.log_header() if running.keeps_log else None)
+        self.team.compare("the first adapters", adapters.digest())
+        return adapters, running
 
-def _scratch_tensors(session: Session, folder: RunFolder) -> MappedTensors:
-    return MappedTensors(folder.path, "adapters", Adapters.shapes(session.bundle.manifest))
+    def _saved_state(self, state: State) -> tuple[Adapters, Method]:
+        """The adapters and the method of a save; goes on with its logs."""
+        folder = self.folder
+        save, manifest = folder.saves.place(state.step), self.session.bundle.manifest
+        if self.config.trains_all:
+            adapters = self._first_adapters()
+        else:
+            adapters = Adapters.load(manifest, save, self._scratch_tensors())
+        running = self._method(adapters, fresh=False)
+        running.read(save / STATE_OF_METHOD)
+        folder.go_on_with_logs(state, running.keeps_log)
+        folder.publish(state.step)  # a kill may have come between the save and this copy of it
+        self.team.compare("the saved adapters", adapters.digest())
+        return adapters, running
 
+    def _scratch_tensors(self) -> MappedTensors:
+        shapes = Adapters.shapes(self.session.bundle.manifest)
+        return MappedTensors(self.folder.path, "adapters", shapes)
 
-def _first_adapters(config: TrainConfig, session: Session, folder: RunFolder) -> Adapters:
-    """The first adapters of a training: those in a file or run, or new ones."""
-    manifest, tensors = session.bundle.manifest, _scratch_tensors(session, folder)
-    if config.adapter is None:
+    def _first_adapters(self) -> Adapters:
+        """The first adapters of a training: those in a file or run, or new ones."""
+        config, manifest = self.config, self.session.bundle.manifest
+        tensors = self._scratch_tensors()
+        if config.adapter is not None:
+            return Adapters.load(manifest, Path(config.adapter), tensors)
         adapters = Adapters.initial(manifest, config.seed, tensors)
         if config.trains_prefix:
             from runtime.methods.first_prefix import fill_prefix  # other runs need it not
 
-            fill_prefix(session.model, adapters, config.seed, session.plan.bucket)
-            folder.write_initial(adapters)
-    else:
-        adapters = Adapters.load(manifest, Path(config.adapter), tensors)
-    return adapters
+            fill_prefix(self.session.model, adapters, config.seed, self.session.plan.bucket)
+            self.folder.write_initial(adapters)
+        return adapters
 
-
-def _method(
-    config: TrainConfig,
-    session: Session,
-    adapters: Adapters,
-    folder: RunFolder,
-    rows: Rows,
-    team: Team,
-    fresh: bool = True,
-) -> Method:
-    manifest = session.bundle.manifest
-    begin = Start(
-        session.model,
-        session.plan,
-        adapters,
-        folder.path,
-        len(manifest.blocks),
-        manifest.widest,
-        session.weights,
-        rows,
-        fresh,
-        folder.write_initial,
-        team.workers,
-    )
-    return started(config, begin)
+    def _method(self, adapters: Adapters, fresh: bool = True) -> Method:
+        manifest, session = self.session.bundle.manifest, self.session
+        begin = Start(
+            session.model,
+            session.plan,
+            adapters,
+            self.folder.path,
+            len(manifest.blocks),
+            manifest.widest,
+            session.weights,
+            self.rows.train,
+            fresh,
+            self.folder.write_initial,
+            self.team.workers,
+        )
+        return started(self.config, begin)
 
 
 def weights_of(

@@ -31,13 +31,13 @@ from runtime.run.folder import (
     read_json,
 )
 from runtime.run.lora import to_resume
-from runtime.run.opened import announce, machine_of_run, progress_of, state_of, weights_of
+from runtime.run.opened import Opened, Progress, announce, machine_of_run, progress_of, weights_of
 from runtime.run.results import Events, TrainResult
 from runtime.run.schedule import learning_rate, settled
 from runtime.run.session import open_checked, open_session
 from runtime.run.team import Team, team_of
 from runtime.run.trackers import reporting
-from runtime.run.trainer import ENDS, FURTHER, Progress, Trainer
+from runtime.run.trainer import ENDS, FURTHER, Trainer
 from runtime.run.worker import OF_A_WORKER, files_of, invite, join
 from runtime.storage.saves import CONFIG, State, another_run
 
@@ -130,12 +130,10 @@ def _continue(
     session = open_session(bundle, chosen, weights)  # loads what the plan multiplies by
     if state is not None and (others := state.other_arithmetic(arithmetic())):
         events.note(warning(f"the last bits may differ from those of an unbroken run: {others}"))
-    adapters, running = state_of(config, session, folder, rows.train, state, team)
-    invite(config, folder, chosen, bundle, team, events)
-    trainer = Trainer(
-        *(config, folder, session, adapters, running, samples, rows),
-        *(events, meter, progress, team),
-    )
+    opened = Opened(config, folder, session, samples, rows, team, meter, events)
+    adapters, running = opened.state(state)
+    invite(opened)
+    trainer = Trainer(opened, adapters, running, progress)
     if trainer.ended:
         _say_ended(trainer, before, events)
     folder.write_json(PLAN, chosen)
@@ -201,7 +199,7 @@ def _plan_again(
     manifest = bundle.manifest
     machine = machine_of_run(config, bundle)
     wanted = training(config, manifest, workers)
-    made = Planner(manifest, machine).again(stored, wanted.request, wanted.demand)
+    made = Planner(manifest, machine).again(stored, wanted.task)
     reason = reason_to_replan(stored, made, manifest, machine, wanted)
     if not reason:
         _say_facts(stored, made, events)

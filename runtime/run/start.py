@@ -31,7 +31,7 @@ from runtime.run.folder import (
     RunFolder,
 )
 from runtime.run.lora import to_train
-from runtime.run.opened import announce, first_state, machine_of_run, weights_of
+from runtime.run.opened import Opened, Progress, announce, machine_of_run, weights_of
 from runtime.run.results import Events, TrainResult
 from runtime.run.schedule import settled
 from runtime.run.session import open_checked, open_session
@@ -159,8 +159,9 @@ def _begin(
     bundle = team.joined(bundle)
     weights = weights_of(fixed, bundle, chosen, folder, 0)
     session = open_session(bundle, chosen, weights)
-    adapters, running = first_state(fixed, session, folder, rows.train, team)
-    invite(fixed, folder, chosen, bundle, team, events)
+    opened = Opened(fixed, folder, session, samples, rows, team, meter, events)
+    adapters, running = opened.first_state()
+    invite(opened)
     folder.write_json(PLAN, chosen)
     folder.write(CONFIG, to_toml(fixed).encode())
     if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
@@ -168,9 +169,7 @@ def _begin(
     for text in bundle.manifest.warnings:
         events.note(warning(text))
     announce(chosen, events)
-    return Trainer(
-        fixed, folder, session, adapters, running, samples, rows, events, meter, team=team
-    ).run()
+    return Trainer(opened, adapters, running, Progress()).run()
 
 
 def _first_plan(config: TrainConfig, bundle: Bundle, team: Team, events: Events) -> Plan:

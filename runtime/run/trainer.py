@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,21 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
-from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError, DivergedError, InterruptedRunError, WorkerError
 from runtime.core.signals import Stop, catching_signals, cause
 from runtime.data.rows import Rows
-from runtime.data.run_rows import RunRows
-from runtime.data.samples import Samples
 from runtime.engine.sample import Sample
 from runtime.machine.backend import describe
-from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method
 from runtime.parallel.workers import AGREE_STEPS
 from runtime.run.budget import passed_budget
 from runtime.run.evaluate import evaluate_rows
-from runtime.run.folder import EVALUATIONS, OTHER_EVALUATIONS, SPEEDS, SUMMARY, RunFolder
+from runtime.run.folder import EVALUATIONS, OTHER_EVALUATIONS, SPEEDS, SUMMARY
+from runtime.run.opened import Opened, Progress
 from runtime.run.results import (
     Best,
     Evaluation,
-    Events,
     Step,
     TrainResult,
     best_of,
@@ -47,8 +42,6 @@ from runtime.run.results import (
     read_steps,
 )
 from runtime.run.schedule import epochs_of, learning_rate
-from runtime.run.session import Session
-from runtime.run.team import Team
 from runtime.storage.saves import SLOTS
 
 PACED = 4  # steps by which the workers' speeds are measured; the first does not count
@@ -67,43 +60,21 @@ FURTHER = {  # the options by which a run that is over goes on
 FOUND_BY_EVALUATION = ("loss", "rise", "patience")
 
 
-@dataclass
-class Progress:
-    """How far earlier processes have brought a run.
-
-    done: steps. seconds: of training. evaluations: by when ("before", a step's number, "after").
-    others: of other data, by the data and by when.
-    """
-
-    done: int = 0
-    seconds: float = 0.0
-    evaluations: dict[str, Evaluation] = field(default_factory=dict)
-    others: dict[str, dict[str, Evaluation]] = field(default_factory=dict)
-
-
 class Trainer:
     """The training loop of one run."""
 
     def __init__(
         self,
-        config: TrainConfig,
-        folder: RunFolder,
-        session: Session,
+        opened: Opened,
         adapters: Adapters,
         method: Method,
-        samples: Samples,
-        rows: RunRows,
-        events: Events,
-        meter: Meter,
-        progress: Progress | None = None,
-        team: Team | None = None,
+        before: Progress,
     ) -> None:
-        self.config, self.folder, self.session = config, folder, session
+        self.config, self.folder, self.session = opened.config, opened.folder, opened.session
         self.adapters, self.method = adapters, method
-        self.samples, self.rows, self.eval_rows = samples, rows, rows.valid
-        self.events, self.meter = events, meter
-        self.team = team or Team()
-        before = progress or Progress()
+        self.samples, self.rows = opened.samples, opened.rows
+        self.eval_rows = opened.rows.valid
+        self.events, self.meter, self.team = opened.events, opened.meter, opened.team
         self.done = self.first = before.done
         self.seconds = before.seconds
         self.evaluations = dict(before.evaluations)

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from runtime.bundle.store import Bundle
 from runtime.config.base import load, to_toml
 from runtime.config.shared import DataOptions, StepConfig
 from runtime.config.train import NO_DATA, TrainConfig
@@ -32,7 +31,7 @@ from runtime.run.folder import (
     read_json,
 )
 from runtime.run.lora import to_resume
-from runtime.run.opened import machine_of_run, progress_of, state_of, weights_of
+from runtime.run.opened import Opened, machine_of_run, progress_of, weights_of
 from runtime.run.results import Events, TrainResult
 from runtime.run.session import open_checked, open_session
 from runtime.run.team import ADAPTER, WORKERS, Team, adapter_files, of_bundle, versions
@@ -85,43 +84,40 @@ def worker(path: Path, own: Mapping[str, Any], team: Team) -> Iterator[Trainer]:
             )
             weights = weights_of(config, bundle, chosen, folder, progress.done)
             session = open_session(bundle, chosen, weights)
-            adapters, running = state_of(config, session, folder, rows.train, state, team)
-            yield Trainer(
-                *(config, folder, session, adapters, running, samples, rows),
-                *(Events(), meter, progress, team),
-            )
+            opened = Opened(config, folder, session, samples, rows, team, meter, Events())
+            yield Trainer(opened, *opened.state(state), progress)
 
 
-def invite(
-    config: TrainConfig, folder: RunFolder, chosen: Plan, bundle: Bundle, team: Team, events: Events
-) -> None:
+def invite(opened: Opened) -> None:
     """Let devices join the run through the team's folder, if it has one.
 
     What they get says how steps are computed, and no more, so it is the same when a run goes on.
     """
-    fleet = team.workers.fleet
+    fleet = opened.team.workers.fleet
     if fleet is None:
         return
+    config, folder, session = opened.config, opened.folder, opened.session
     names = {setting.name for options in (StepConfig, DataOptions) for setting in fields(options)}
     settings = {name: getattr(config, name) for name in (*names, *OF_STEPS)}
     settings |= {"bundle": "bundle", "adapter": ADAPTER if config.adapter else None}
     plain = TrainConfig(**settings, also_evaluate=(NO_DATA,))
-    least = {"limit_bytes": None, "minimum_bytes": chosen.predicted_peak_bytes}
+    least = {"limit_bytes": None, "minimum_bytes": session.plan.predicted_peak_bytes}
     files: dict[str, Path | bytes] = {
         CONFIG: to_toml(plain).encode(),
-        PLAN: msgspec.json.encode(msgspec.structs.replace(chosen, **least)),
+        PLAN: msgspec.json.encode(msgspec.structs.replace(session.plan, **least)),
         **adapter_files(config.adapter),
         **{name: folder.path / name for name in (TOKENS[0], MIX) if (folder.path / name).exists()},
     }
     log = folder.trajectory.path.read_text().splitlines(keepends=True)
-    fleet.begin({**versions(), **of_bundle(bundle)}, files, log, events.note)
-    events.note(f"others join by ondevice train BUNDLE --parallel join={fleet.path}")
+    facts = {**versions(), **of_bundle(session.bundle)}
+    fleet.begin(facts, files, log, opened.events.note)
+    opened.events.note(f"others join by ondevice train BUNDLE --parallel join={fleet.path}")
 
 
 def files_of(
     config: TrainConfig, folder: RunFolder, chosen: Plan, state: State | None
 ) -> dict[str, Path | bytes]:
-    """What `_join` needs, by name: of a run's folder, and of the adapter to start from."""
+    """What `join` needs, by name: of a run's folder, and of the adapter to start from."""
     files: dict[str, Path | bytes] = {
         CONFIG: to_toml(config).encode(),
         PLAN: msgspec.json.encode(chosen),

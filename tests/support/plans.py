@@ -5,8 +5,6 @@ A plan that a test makes of its own footprint would differ from one run of the t
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from runtime.bundle.manifest import Manifest
 from runtime.config.shared import StepConfig
 from runtime.machine.backend import PANEL_BYTES, ROW_BYTES
@@ -15,7 +13,7 @@ from runtime.methods.protocol import method as implementation
 from runtime.plan.block_peaks import PeakModel
 from runtime.plan.demand import Demand
 from runtime.plan.lower import Sizes
-from runtime.plan.plan import Plan, Planner, Request
+from runtime.plan.plan import Plan, Planner, Request, Task
 from runtime.run.budget import EVALUATION
 
 HEAP = Heap(
@@ -30,13 +28,6 @@ LINUX = Machine("cpu", "unpacked", "glibc", 32_000_000, Blas(1, PANEL_BYTES, ROW
 MAC = Machine("gpu", "packed", "metal", 60_000_000)
 EVAL = "eval"  # not a method, but planned like one
 PLENTY = 1_000_000_000
-
-
-class Task(NamedTuple):
-    """What is planned: `Planner.plan` takes both, and a budget."""
-
-    request: Request
-    demand: Demand
 
 
 def demand_of(
@@ -79,7 +70,7 @@ def task_of(
 
 def plan_of(manifest: Manifest, task: Task, budget: int = PLENTY, machine: Machine = LINUX) -> Plan:
     """What a budget buys."""
-    return Planner(manifest, machine).plan(*task, budget)
+    return Planner(manifest, machine).plan(task, budget)
 
 
 def predicted(
@@ -91,11 +82,11 @@ def predicted(
     machine: Machine = LINUX,
 ) -> Plan:
     """The plan at some sizes, whether it fits or not."""
-    return Planner(manifest, machine).predict(*task, sizes, budget, 0, lanes)
+    return Planner(manifest, machine).predict(task, sizes, budget, 0, lanes)
 
 
 def peak_model_of(
     manifest: Manifest, task: Task, sizes: Sizes, machine: Machine = LINUX
 ) -> PeakModel:
     """What is alive at some sizes."""
-    return Planner(manifest, machine).model(*task, sizes)
+    return Planner(manifest, machine).model(task, sizes)

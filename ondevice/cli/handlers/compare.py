@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from harness.config.bench import BenchConfig
+from harness.config.bench import BenchConfig, ReportConfig
 from harness.config.compare import CompareConfig
-from harness.config.report import ReportConfig
 from ondevice.cli.handlers.common import configuration, print_json
 from ondevice.cli.screen import note, out
 from runtime.config.base import given

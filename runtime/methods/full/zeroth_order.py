@@ -20,9 +20,9 @@ from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.full.weights import FullWeights, Perturbation
 from runtime.methods.protocol import StepResult
 from runtime.methods.zeroth.descent import Update
-from runtime.methods.zeroth.estimator import Lane, Point
+from runtime.methods.zeroth.estimator import Point
 from runtime.methods.zeroth.log_header import Header
-from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.methods.zeroth.zeroth_order import Pass, ZerothOrder
 
 
 @dataclass
@@ -59,9 +59,8 @@ class FullZerothOrder(ZerothOrder):
         by = point.sign * self.epsilon
         return Moved(Perturbation(self.weights, number, point.query, by))
 
-    def _embed(
-        self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
-    ) -> None:
+    def _embed(self, going: Pass) -> None:
+        model, _, rows, lanes = going
         for slot, lane in enumerate(lanes):
             sample = rows[lane.row]
             x = model.embed(sample.inputs, self._loras[lane.point], sample.offsets)

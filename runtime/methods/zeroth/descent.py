@@ -32,6 +32,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.config.zeroth_order import MOST_WINDOW
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.estimator import Losses
+from runtime.methods.zeroth.log_header import Part
 
 BETA1, BETA2, ZETA = 0.9, 0.999, 1e-8
 
@@ -135,24 +136,18 @@ class Probe:
     alone: Callable[[Mapping[int, Block]], Seen]
 
 
-class Descent(ABC):
+class Descent(Part, ABC):
     """Applies updates in the order in which they are remembered, each to every tensor.
 
     Tensors are updated together in one evaluation for each direction, since a GPU waits for each.
     """
 
     scratch_copies: ClassVar[int]  # memory of an update, in multiples of the updated tensors
-    log_fields: ClassVar[tuple[str, ...]] = ()  # of a log's header that only it writes
 
     @classmethod
     @abstractmethod
     def of_log(cls, fields: Mapping[str, Any], manifest: Manifest) -> Descent:
         """The descent that wrote these fields of a log's header, at its beginning."""
-
-    @classmethod
-    def check_fields(cls, fields: Mapping[str, Any]) -> None:
-        """See `runtime.methods.log`; only one that has fields is asked."""
-        raise NotImplementedError(cls.__name__)
 
     @classmethod
     def check_extras(cls, gradients: Sequence[float], extras: Sequence[float]) -> None:
@@ -163,10 +158,6 @@ class Descent(ABC):
         """
         if extras:
             raise ValueError("holds more than projected gradients")
-
-    def header(self) -> dict[str, Any]:
-        """Its `log_fields`, as a log's header holds them."""
-        return {}
 
     def due(self, step: int) -> bool:
         """Whether it must `measure` before a step."""
@@ -188,18 +179,7 @@ class Descent(ABC):
     def apply(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
         """Tensors after the latest update, evaluated."""
 
-    def state(self) -> dict[str, Any]:
-        """The state that the next step needs, for a save, as JSON."""
-        return {}
-
-    def restore(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - SGD keeps no state
-        """Take the facts of an earlier `state`.
-
-        Raises:
-            ValueError, KeyError, TypeError: `facts` hold something else.
-        """
-
-    def write(self, file: IO[bytes]) -> None:  # noqa: B027 - most keep nothing so large
+    def write(self, file: IO[bytes]) -> None:
         """Append to a save, after its line of JSON, the state that has the size of the adapters."""
 
     def read(self, file: IO[bytes]) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
+
+from runtime.methods.zeroth.log_header import Part
 
 
 class Point(NamedTuple):
@@ -43,10 +45,8 @@ def projected_gradient(plus: float, minus: float, epsilon: float) -> float:
     return (plus - minus) / (2 * epsilon)
 
 
-class Estimator(ABC):
+class Estimator(Part, ABC):
     """How a step's losses become one number per direction; all state is a few scalars."""
-
-    log_fields: ClassVar[tuple[str, ...]] = ()  # of a log's header that only it writes
 
     @property
     @abstractmethod
@@ -79,23 +79,3 @@ class Estimator(ABC):
     def trains(cls, tensor: str) -> bool:
         """Whether it moves a tensor of the adapters."""
         return True
-
-    def header(self) -> dict[str, Any]:
-        """Its `log_fields`, as a log's header holds them."""
-        return {}
-
-    @classmethod
-    def check_fields(cls, fields: Mapping[str, Any]) -> None:
-        """See `runtime.methods.log`; only one that has fields is asked."""
-        raise NotImplementedError(cls.__name__)
-
-    def state(self) -> dict[str, Any]:
-        """The state that the next step needs, for a save, as JSON."""
-        return {}
-
-    def restore(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most keep no state
-        """Take the facts of an earlier `state`.
-
-        Raises:
-            ValueError, KeyError, TypeError: `facts` hold something else.
-        """

@@ -10,12 +10,51 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from runtime.adapters.lora import LoraSettings
 from runtime.methods.noise import KINDS
+
+
+class Part:
+    """A part of a zeroth-order method, which may have fields in a log's header, and a state.
+
+    A class that names `log_fields` must write them in `header`, and check them in `check_fields`.
+    """
+
+    log_fields: ClassVar[tuple[str, ...]] = ()  # that only it writes
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Check that fields are written and checked. Raises TypeError."""
+        super().__init_subclass__(**options)
+        missing = "header" if cls.header is Part.header else ""
+        checks: Any = cls.check_fields
+        if checks.__func__ is Part.__dict__["check_fields"].__func__:
+            missing = "check_fields"
+        if cls.log_fields and missing:
+            raise TypeError(f"{cls.__name__} has log_fields and no {missing}")
+
+    def header(self) -> dict[str, Any]:
+        """Its `log_fields`, as a log's header holds them."""
+        return {}
+
+    @classmethod
+    def check_fields(cls, fields: Mapping[str, Any]) -> None:
+        """See `runtime.methods.log`; only one that has fields is asked."""
+
+    def state(self) -> dict[str, Any]:
+        """The state that the next step needs, for a save, as JSON."""
+        return {}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Take the facts of an earlier `state`.
+
+        Raises:
+            ValueError, KeyError, TypeError: `facts` hold something else.
+        """
+
 
 FORMAT = "ondevice-trajectory-1"
 REQUIRED = ("seed", "noise", "weight_decay", "weights_sha256", "initial_sha256")

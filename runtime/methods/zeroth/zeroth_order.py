@@ -62,6 +62,15 @@ class Place(NamedTuple):
     group: int  # counted over the step
 
 
+class Pass(NamedTuple):
+    """Rows of a step at some points, on their way through a model."""
+
+    model: Model
+    step: int
+    rows: Sequence[Sample]
+    lanes: Sequence[Lane]
+
+
 Numbers = dict[Place, list[float]]  # each row's summed cross entropy, and the objective's summand
 
 
@@ -94,23 +103,25 @@ class ZerothOrder:
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """See `Method.step`; all parts run together, at the bucket of their longest row."""
+        going = self._pass(number, parts)
+        measured = self._measured(going)
+        losses, means = self._forward(going)
+        return self._learn(going, rate, losses, means, measured)
+
+    def _pass(self, number: int, parts: Sequence[Sequence[Sample]]) -> Pass:
+        """All rows of a step at all points."""
         rows = [row for part in parts for row in part]
         model = self.models(max(len(row.inputs) for row in rows))
-        measured = self._measured(model, number, rows)
-        lanes = self.estimator.lanes(len(rows))
-        losses, means = self._forward(model, number, rows, lanes)
-        return self._learn(number, rate, rows, lanes, losses, means, measured)
+        return Pass(model, number, rows, self.estimator.lanes(len(rows)))
 
-    def _forward(
-        self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
-    ) -> tuple[list[float], dict[Point, float]]:
+    def _forward(self, going: Pass) -> tuple[list[float], dict[Point, float]]:
         """The summed cross entropy of every lane, and the objective's mean at each point."""
-        points = list(dict.fromkeys(lane.point for lane in lanes))
-        groups = grouped(rows, self.objective.together)
+        points = list(dict.fromkeys(lane.point for lane in going.lanes))
+        groups = grouped(going.rows, self.objective.together)
         lengths = [len(group) + 1 for group in groups]
 
         def compute(places: Sequence[Place]) -> Numbers:
-            return self._computed(model, number, rows, lanes, places)
+            return self._computed(going, places)
 
         if self.workers.fleet is None or self._only:
             of_workers = [
@@ -120,7 +131,7 @@ class ZerothOrder:
             numbers = compute(of_workers[self.workers.exchange.rank])
             numbers = self._gathered(numbers, of_workers, lengths)
         else:
-            numbers = self._collected(self.workers.fleet, number, lanes, lengths, compute)
+            numbers = self._collected(self.workers.fleet, going, lengths, compute)
         count = sum(map(self.objective.count, groups))
         means: dict[Point, float] = {}
         for point in points:
@@ -128,42 +139,34 @@ class ZerothOrder:
             for group in range(len(groups)):
                 total += numbers[Place(point, group)][-1]
             means[point] = total / count
-        ordered = [loss for place in self._groups(lanes) for loss in numbers[place][:-1]]
+        ordered = [loss for place in self._groups(going.lanes) for loss in numbers[place][:-1]]
         return ordered, means
 
-    def _computed(
-        self,
-        model: Model,
-        number: int,
-        rows: Sequence[Sample],
-        lanes: Sequence[Lane],
-        places: Sequence[Place],
-    ) -> Numbers:
+    def _computed(self, going: Pass, places: Sequence[Place]) -> Numbers:
         """The numbers at some places; the pending update is applied to all blocks."""
         mine = set(places)
-        own = [lane for lane in lanes if self._place(lane) in mine]
+        own = [lane for lane in going.lanes if self._place(lane) in mine]
         if not own:
             self.settle()
             return {}
         self.workers.passes += len(own)
-        return self._visit(model, number, rows, own)
+        return self._visit(going._replace(lanes=own))
 
     def _collected(
         self,
         fleet: Fleet,
-        number: int,
-        lanes: Sequence[Lane],
+        going: Pass,
         lengths: Sequence[int],
         compute: Callable[[Sequence[Place]], Numbers],
     ) -> Numbers:
         """The numbers at all places, of which workers that come and go have computed some."""
-        places = [*self._groups(lanes)]
+        places = [*self._groups(going.lanes)]
 
         def of(items: Sequence[int]) -> list[list[float]]:
             numbers = compute([places[item] for item in items])
             return [numbers[places[item]] for item in items]
 
-        numbers = fleet.share(number, [lengths[place.group] for place in places], of)
+        numbers = fleet.share(going.step, [lengths[place.group] for place in places], of)
         return dict(zip(places, numbers, strict=True))
 
     def part(self, number: int, parts: Sequence[Sequence[Sample]], items: range) -> list[float]:
@@ -171,12 +174,10 @@ class ZerothOrder:
 
         `items` are places in the order of `estimator.lanes`; `follow` has taken all earlier steps.
         """
-        rows = [row for part in parts for row in part]
-        model = self.models(max(len(row.inputs) for row in rows))
-        self._measured(model, number, rows)
-        lanes = self.estimator.lanes(len(rows))
-        places = [*self._groups(lanes)][items.start : items.stop]
-        numbers = self._computed(model, number, rows, lanes, places)
+        going = self._pass(number, parts)
+        self._measured(going)
+        places = [*self._groups(going.lanes)][items.start : items.stop]
+        numbers = self._computed(going, places)
         return [value for place in places for value in numbers[place]]
 
     def follow(self, update: Update | None) -> None:
@@ -200,23 +201,21 @@ class ZerothOrder:
             for place in places
         }
 
-    def _visit(
-        self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
-    ) -> Numbers:
+    def _visit(self, going: Pass) -> Numbers:
         """See `_losses`; every block is visited once, so the pending update is applied to all."""
-        with visit(model, 0):
-            self._embed(model, number, rows, lanes)
-        for layer in visits(model):
-            self._block(model, layer.block, number, rows, lanes)
-        with visit(model, -1):
-            numbers = self._losses(model, number, rows, lanes)
+        with visit(going.model, 0):
+            self._embed(going)
+        for layer in visits(going.model):
+            self._block(going, layer.block)
+        with visit(going.model, -1):
+            numbers = self._losses(going)
         self._pending = False
         self._caught_up.clear()
         return numbers
 
-    def _measured(self, model: Model, number: int, rows: Sequence[Sample]) -> Measured:
+    def _measured(self, going: Pass) -> Measured:
         """The descent's measurements on this step's batch, before its directions are drawn."""
-        self.whole = not self.descent.due(number)
+        self.whole = not self.descent.due(going.step)
         if self.whole:
             return Measured()
         self.settle()
@@ -225,11 +224,11 @@ class ZerothOrder:
             lanes = [
                 Lane(Point(query, sign), row)
                 for query in moved
-                for row in range(len(rows))
+                for row in range(len(going.rows))
                 for sign in (PLUS, MINUS)
             ]
             self._only = moved
-            losses, means = self._forward(model, number, rows, lanes)
+            losses, means = self._forward(going._replace(lanes=lanes))
             self._only = {}
             finite = all(map(math.isfinite, losses))
             return Seen(means, len(lanes), finite)
@@ -240,10 +239,9 @@ class ZerothOrder:
             Probe(self.adapters.tensors, self.epsilon, queries, together, alone)
         )
 
-    def _embed(
-        self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
-    ) -> None:
+    def _embed(self, going: Pass) -> None:
         """Store the first hidden states; without an adapter those of a row are all the same."""
+        model, _, rows, lanes = going
         block, perturbed = model.blocks[0], dict[Point, Loras]()
         if not self.adapters.manifest.adapted(block):
             for row in sorted({lane.row for lane in lanes}):
@@ -255,24 +253,18 @@ class ZerothOrder:
             return
         self._catch_up(block, model)
         for slot, lane in enumerate(lanes):
-            (loras,) = self._at_points(perturbed, model, block, number, lanes, [lane])
+            (loras,) = self._at_points(perturbed, going, block, [lane])
             sample = rows[lane.row]
             self.activations.put(0, slot, model.embed(sample.inputs, loras, sample.offsets))
             del loras
 
-    def _block(
-        self,
-        model: Model,
-        block: Block,
-        number: int,
-        rows: Sequence[Sample],
-        lanes: Sequence[Lane],
-    ) -> None:
+    def _block(self, going: Pass, block: Block) -> None:
+        model, _, rows, lanes = going
         self._catch_up(block, model)
         perturbed: dict[Point, Loras] = {}
         for first in range(0, len(lanes), self.lanes):
             group = lanes[first : first + self.lanes]
-            loras = self._at_points(perturbed, model, block, number, lanes, group)
+            loras = self._at_points(perturbed, going, block, group)
             xs = [self.activations.get(0, first + i) for i in range(len(group))]
             offsets = [rows[lane.row].offsets for lane in group]
             ys = model.forward_lanes(block, xs, loras, offsets)
@@ -285,10 +277,8 @@ class ZerothOrder:
     def _at_points(
         self,
         perturbed: dict[Point, Loras],
-        model: Model,
+        going: Pass,
         block: Block,
-        number: int,
-        lanes: Sequence[Lane],
         group: Sequence[Lane],
     ) -> list[Loras]:
         """The block's adapters of a group of the lanes, by way of those `perturbed` so far.
@@ -299,9 +289,9 @@ class ZerothOrder:
             del perturbed[done]
         held = {point.query for point in perturbed}
         for query in sorted({lane.point.query for lane in group} - held):
-            points = sorted({lane.point for lane in lanes if lane.point.query == query})
-            with model.profile.span("noise"):
-                self._perturb(perturbed, block, number, points)
+            points = sorted({lane.point for lane in going.lanes if lane.point.query == query})
+            with going.model.profile.span("noise"):
+                self._perturb(perturbed, block, going.step, points)
         return [perturbed[lane.point] for lane in group]
 
     def _perturb(
@@ -345,10 +335,9 @@ class ZerothOrder:
             groups.setdefault(self._place(lane), []).append(slot)
         return groups
 
-    def _losses(
-        self, model: Model, number: int, rows: Sequence[Sample], lanes: Sequence[Lane]
-    ) -> Numbers:
+    def _losses(self, going: Pass) -> Numbers:
         """The summed cross entropy of each row of each group, and the group's summand."""
+        model, _, rows, lanes = going
         head, objective = model.blocks[-1], self.objective
         numbers: Numbers = {}
         perturbed: dict[Point, Loras] = {}
@@ -357,7 +346,7 @@ class ZerothOrder:
         for chunk in chunks(groups, self.lanes, len):
             slots = [slot for group in chunk for slot in group]
             chosen = [lanes[slot] for slot in slots]
-            loras = self._at_points(perturbed, model, head, number, lanes, chosen)
+            loras = self._at_points(perturbed, going, head, chosen)
             samples = [rows[lanes[slot].row] for slot in slots]
             hs = [
                 model.hidden(self.activations.get(0, slot), sample.scored, own)
@@ -374,14 +363,13 @@ class ZerothOrder:
 
     def _learn(
         self,
-        number: int,
+        going: Pass,
         rate: float,
-        rows: Sequence[Sample],
-        lanes: Sequence[Lane],
         losses: Sequence[float],
         means: Losses,
         measured: Measured,
     ) -> StepResult:
+        rows, lanes = going.rows, going.lanes
         tokens = sum(len(row.targets) for row in rows)
         mean = StepLoss(sum(losses) / (len(lanes) // len(rows)), 0, tokens)
         passes = len(lanes) + measured.forward_passes
@@ -397,7 +385,7 @@ class ZerothOrder:
         if is_share:
             shown["learned"] = any(gradients)
         extras = (*measured.extras, *self.estimator.extras(means, self.epsilon))
-        update = Update(number, rate, gradients, self.weight_decay, extras)
+        update = Update(going.step, rate, gradients, self.weight_decay, extras)
         self._pending = True
         self.descent.remember(update)
         return StepResult(mean, passes, 0, update.record, shown=shown)

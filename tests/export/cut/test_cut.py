@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models import gemma3_text, llama
 from model_types.tiny import tiny
+from support.cuts import config_of, cut_of, elementwise_of
 from support.models import BUCKETS, FAMILIES, each_family
 
 from export.cut.model import cut_model
-from export.cut.trace import trace
-from export.cut.workspace import allocated_bytes, workspace_bytes
 from export.sources.families import normalise_config
-from export.sources.random import PRESETS
 from runtime.bundle.store import Bundle
-from runtime.core.errors import BundleError
 from runtime.operations.attention import Attention
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.embedding import Embedding
@@ -32,24 +27,8 @@ from runtime.storage.weights import Weights
 Tiny = Callable[..., Bundle]
 
 
-def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    return {**PRESETS[f"tiny-{family}"], **changes}
-
-
-def cut_of(family: str, **changes: Any) -> Any:
-    config = config_of(family, **changes)
-    return cut_model(str(config["model_type"]), config)
-
-
-def elementwise_of(block_type: BlockType) -> list[Elementwise]:
-    return [op for op in block_type.operations if isinstance(op, Elementwise)]
-
-
 def linears_of(block_type: BlockType) -> list[Linear]:
     return [op for op in block_type.operations if isinstance(op, Linear)]
-
-
-# --- what is shared ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -153,9 +132,6 @@ def test_a_sum_hands_its_gradient_on(family: str) -> None:
     activation = graphs["layer0.4"]
     assert activation.vjp_outputs == ("mlp.gate_proj.out", "mlp.up_proj.out")
     assert activation.vjp_same == ("", "")
-
-
-# --- graphs -----------------------------------------------------------------------------------
 
 
 @each_family
@@ -268,295 +244,6 @@ def test_a_gelu_is_the_one_that_the_configuration_names(
     x = mx.array(rng.standard_normal((1, 20, 256)).astype(np.float32))
     (found,) = graph.functions["forward"].call(x)
     assert mx.abs(found - gelu(x)).max() < 1e-6
-
-
-def test_what_computes_a_token_from_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(self: Any, x: mx.array) -> mx.array:
-        gate = self.gate_proj(x)
-        return self.down_proj(mx.cumsum(gate, axis=1) * self.up_proj(x))
-
-    monkeypatch.setattr(llama.MLP, "__call__", call)
-    with pytest.raises(BundleError, match=r"mlp.down_proj.in of one token from other tokens"):
-        cut_of("llama")
-
-
-def test_signatures_depend_on_the_computation_alone() -> None:
-    def function(x: mx.array, y: mx.array) -> list[mx.array]:
-        return [mx.sin(x) * 2 + y]
-
-    def same(a: mx.array, b: mx.array) -> list[mx.array]:
-        unused = mx.cos(a)
-        first = mx.sin(a)
-        del unused
-        return [first * 2 + b]
-
-    def other_constant(x: mx.array, y: mx.array) -> list[mx.array]:
-        return [mx.sin(x) * 3 + y]
-
-    def other_wiring(x: mx.array, y: mx.array) -> list[mx.array]:
-        return [mx.sin(y) * 2 + x]
-
-    inputs = [mx.zeros((3, 4)), mx.zeros((3, 4))]
-    signature = trace(function, inputs).signature
-    for _ in range(30):  # names go on counting; single letters become two
-        trace(other_wiring, inputs)
-    assert trace(function, inputs).signature == signature
-    assert trace(same, inputs).signature == signature
-    assert trace(other_constant, inputs).signature != signature
-    assert trace(other_wiring, inputs).signature != signature
-    assert trace(function, [mx.zeros((3, 5)), mx.zeros((3, 5))]).signature != signature
-
-
-def test_traces_know_dependencies_and_passes() -> None:
-    traced = trace(lambda x, y, z: [x + z, y, z * 2], [mx.zeros(3), mx.zeros(4), mx.zeros(3)])
-    assert traced.depends == (frozenset({0, 2}), frozenset({1}), frozenset({2}))
-    assert traced.passes == (None, 1, None)
-    assert traced.same == (None, None, None)
-    assert traced.output_shapes == ((3,), (4,), (3,))
-
-
-def test_traces_know_results_that_are_one_array() -> None:
-    def several(x: mx.array) -> list[mx.array]:
-        return [x * 2, (y := x + 1), x * 2, y, x, y]
-
-    assert trace(several, [mx.zeros(3)]).same == (None, None, None, 1, None, 1)
-
-
-def test_workspace_counts_what_is_alive_at_once() -> None:
-    inputs = [mx.zeros((100,))]
-    assert trace(lambda x: [mx.sin(x)], inputs).workspace_bytes == 0
-    assert trace(lambda x: [mx.cos(mx.sin(x))], inputs).workspace_bytes == 0  # in its place
-    both = trace(lambda x: [mx.sin(x) * mx.cos(x)], inputs).workspace_bytes
-    assert both == 400  # of two, the result takes one's place
-    summed = trace(lambda x: [mx.exp(x).sum()], inputs).workspace_bytes
-    assert summed == 400  # a sum has another size
-    viewed = trace(lambda x: [mx.abs(mx.sin(x).reshape(10, 10))], inputs).workspace_bytes
-    assert viewed == 0
-    kept = trace(lambda x: [(y := mx.sin(x)), mx.cos(y)], inputs).workspace_bytes
-    assert kept == 0  # two outputs, neither in the other's place
-
-
-def test_workspace_counts_that_a_slice_keeps_its_source() -> None:
-    """As in a rotary embedding, whose halves are slices of one array."""
-
-    def sliced(x: mx.array) -> list[mx.array]:
-        return [mx.exp(x)[:10] * mx.concatenate([mx.cos(x), mx.sin(x)]).sum()]
-
-    held = 400  # exp(x), while all else is computed
-    assert trace(sliced, [mx.zeros((100,))]).workspace_bytes == held + 400 + 400 + 800 + 4 - 40
-
-
-def test_what_is_allocated_counts_what_is_not_in_place() -> None:
-    """In whole pages, and nothing is freed: a GPU's command buffer holds on to what it reads."""
-    page, inputs = 16384, [mx.zeros((40, 100))]
-
-    def allocated(function: Callable[[mx.array], list[mx.array]]) -> int:
-        return trace(function, inputs).allocated_bytes
-
-    assert allocated(lambda x: [mx.sin(x)]) == 0
-    assert allocated(lambda x: [mx.cos(mx.sin(x))]) == 0  # in its place
-    assert allocated(lambda x: [mx.exp(x).sum()]) == page
-    assert allocated(lambda x: [(y := mx.exp(x)) * y + y]) == page  # read again later
-    assert allocated(lambda x: [mx.exp(mx.exp(x).sum(axis=0)).sum()]) == 2 * page
-    assert allocated(lambda x: [x.reshape(-1).sum()]) == 0
-    assert allocated(lambda x: [x.T.reshape(-1).sum()]) == page  # a copy in another order
-
-
-def test_a_norms_gradient_takes_a_temporary_array_on_a_gpu() -> None:
-    """Which a CPU's trace does not have: there the norm is several operations."""
-    norm = {
-        "name": "RMSNormVJP",
-        "inputs": [(name, (2000, 64), mx.float32) for name in "xwd"],
-        "outputs": [("dx", (2000, 64), mx.float32), ("dw", (64,), mx.float32)],
-    }
-    assert allocated_bytes([norm], ["dx", "dw"]) == 512 * 64 * 4
-    assert workspace_bytes([norm], ["dx", "dw"]) == 512 * 64 * 4
-
-
-# --- what is refused --------------------------------------------------------------------------
-
-
-def patch_call(monkeypatch: pytest.MonkeyPatch, cls: type, wrap: Callable[..., Any]) -> None:
-    original = cls.__call__
-    monkeypatch.setattr(cls, "__call__", lambda self, *a, **k: wrap(self, original, *a, **k))
-
-
-@pytest.mark.parametrize(("factor", "cap"), [(1.0, 30.0), (0.2, 7.0), (0.5, None)])
-def test_a_factor_and_a_cap_of_logits_are_found(
-    monkeypatch: pytest.MonkeyPatch, factor: float, cap: float | None
-) -> None:
-    def changed(self: Any, original: Any, *args: Any) -> mx.array:
-        logits = original(self, *args) * factor
-        return logits if cap is None else mx.tanh(logits / cap) * cap
-
-    patch_call(monkeypatch, llama.Model, changed)
-    *_, head = cut_of("llama").block_types["head"].operations
-    assert isinstance(head, Head) and head.cap == cap
-
-
-def test_logits_that_are_changed_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def changed(self: Any, original: Any, *args: Any) -> mx.array:
-        return mx.sin(original(self, *args))
-
-    patch_call(monkeypatch, llama.Model, changed)
-    with pytest.raises(BundleError, match="changes its logits"):
-        cut_of("llama")
-
-
-def run_layers(
-    monkeypatch: pytest.MonkeyPatch,
-    embed: Callable[..., Any] = lambda model, tokens: model.embed_tokens(tokens),
-    layer: Callable[..., Any] = lambda layer, h, first: layer(h, "causal", cache=None),
-    last: Callable[..., Any] = lambda h, first: h,
-) -> None:
-    """Let Llama embed, run each layer, and pass on the last hidden state as these do."""
-
-    def forward(self: Any, inputs: mx.array, cache: Any = None, e: Any = None) -> mx.array:
-        h = first = embed(self, inputs)
-        for each in self.layers:
-            h = layer(each, h, first)
-        return self.norm(last(h, first))
-
-    monkeypatch.setattr(llama.LlamaModel, "__call__", forward)
-
-
-def all_seen(h: mx.array) -> mx.array:
-    """A mask by which each token sees the future."""
-    return mx.ones((h.shape[1], h.shape[1]), mx.bool_)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"layer": lambda layer, h, _: layer(h, "causal", None) * 0.5}, "between layers 0 and 1"),
-        ({"last": lambda h, first: h + first}, "skip past a layer"),
-        ({"layer": lambda layer, h, first: layer(h, "causal", None, first)}, "more than its input"),
-        ({"layer": lambda layer, h, _: layer(h, all_seen(h))}, "neither causal nor a sliding"),
-    ],
-    ids=["between", "skip", "two inputs", "mask"],
-)
-def test_layers_that_are_run_otherwise_are_refused(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str
-) -> None:
-    original = llama.TransformerBlock.__call__
-
-    def block(self: Any, x: mx.array, mask: Any, cache: Any = None, first: Any = None) -> mx.array:
-        return original(self, x if first is None else x + first, mask, cache)
-
-    monkeypatch.setattr(llama.TransformerBlock, "__call__", block)
-    run_layers(monkeypatch, **change)
-    with pytest.raises(BundleError, match=said):
-        cut_of("llama")
-
-
-@pytest.mark.parametrize("factor", [1.5, 1.25])
-def test_an_argument_that_a_layer_can_do_without_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, factor: float
-) -> None:
-    original = llama.TransformerBlock.__call__
-
-    def block(self: Any, x: mx.array, mask: Any, cache: Any = None, scale: Any = None) -> mx.array:
-        return original(self, x * (1.5 if scale is None else scale), mask, cache)
-
-    def layer(layer: Any, h: mx.array, _: mx.array) -> mx.array:
-        return layer(h, "causal", None, factor * mx.ones((h.shape[1], 1)))
-
-    monkeypatch.setattr(llama.TransformerBlock, "__call__", block)
-    run_layers(monkeypatch, layer=layer)
-    if factor == 1.5:
-        assert len(cut_of("llama").blocks) > 2
-        return
-    with pytest.raises(BundleError, match="more than its input"):
-        cut_of("llama")
-
-
-@pytest.mark.parametrize("added", [True, False])
-def test_learned_positions_must_be_added(monkeypatch: pytest.MonkeyPatch, added: bool) -> None:
-    original = llama.LlamaModel.__init__
-
-    def with_positions(self: Any, args: Any) -> None:
-        original(self, args)
-        self.positions = nn.Embedding(64, args.hidden_size)
-
-    def positioned(self: Any, tokens: mx.array) -> mx.array:
-        e, p = self.embed_tokens(tokens), self.positions(3 + mx.arange(tokens.shape[1])[None])
-        return e + p if added else e * p
-
-    monkeypatch.setattr(llama.LlamaModel, "__init__", with_positions)
-    run_layers(monkeypatch, positioned)
-    if added:
-        lookup, *others = cut_of("llama").block_types["embed"].operations
-        assert not others and isinstance(lookup, Embedding)
-        assert (lookup.positions, lookup.first_position) == ("model.positions", 3)
-        return
-    with pytest.raises(BundleError, match="learned positions are not added"):
-        cut_of("llama")
-
-
-def test_attention_with_more_than_a_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sinking(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        q = self.q_proj(x).reshape(1, x.shape[1], self.n_heads, -1).swapaxes(1, 2)
-        k = self.k_proj(x).reshape(1, x.shape[1], self.n_kv_heads, -1).swapaxes(1, 2)
-        out = llama.scaled_dot_product_attention(
-            q, k, k, cache=None, scale=self.scale, mask=mask, sinks=mx.zeros(4)
-        )
-        return self.o_proj(out.swapaxes(1, 2).reshape(1, x.shape[1], -1))
-
-    monkeypatch.setattr(llama.Attention, "__call__", sinking)
-    with pytest.raises(BundleError, match="sinks"):
-        cut_of("llama")
-
-
-def test_a_layer_that_changes_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unmasked(self: Any, original: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
-        return original(self, x, None, cache)
-
-    patch_call(monkeypatch, llama.Attention, unmasked)
-    with pytest.raises(BundleError, match="mask"):
-        cut_of("llama")
-
-
-def test_matrices_outside_linear_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = llama.MLP.__init__
-
-    def with_router(self: Any, args: Any) -> None:
-        original(self, args)
-        self.router = mx.zeros((4, args.hidden_size))
-
-    monkeypatch.setattr(llama.MLP, "__init__", with_router)
-    with pytest.raises(BundleError, match="router"):
-        cut_of("llama")
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llama", {"num_attention_heads": 0}),
-        ("llama", {"head_dim": -1}),
-        ("llama", {"rope_scaling": {"rope_type": "unheard of"}}),
-        ("llama", {"hidden_size": "128"}),
-        ("gemma3_text", {}),
-        ("no_such_model", {}),
-        ("../llama", {}),
-        ("os", {}),
-        ("mixtral", {"num_experts_per_tok": 9}),
-        ("mamba", {}),
-    ],
-)
-def test_what_cannot_run_is_a_bundle_error(family: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(BundleError):
-        cut_model(family, {"num_hidden_layers": 2, **config_of("llama"), **changes})
-
-
-def test_cutting_leaves_mlx_lm_as_it_was() -> None:
-    before = llama.scaled_dot_product_attention, gemma3_text.scaled_dot_product_attention, mx.tanh
-    cut_of("gemma3")
-    with pytest.raises(BundleError):
-        cut_of("llama", hidden_size="128")
-    after = llama.scaled_dot_product_attention, gemma3_text.scaled_dot_product_attention, mx.tanh
-    assert after == before
-    model = llama.Model(llama.ModelArgs.from_dict(config_of("llama")))
-    assert model(mx.zeros((1, 5), mx.int32)).shape == (1, 5, 320)
 
 
 def test_shapes_are_symbolic_in_the_length_alone() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from oracles import whole_model as reference
+from support.cuts import elementwise_of
 from support.lengths import pairs
 from support.models import (
     FAMILIES,
@@ -29,17 +30,12 @@ from runtime.core.errors import BundleError
 from runtime.operations.attention import Attention
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.elementwise_kernel import ElementwiseKernel
-from runtime.operations.program import BlockType
 from runtime.operations.values import Shape, T, graph_key, shape_at
 from runtime.plan.block_peaks import PeakModel
 from runtime.plan.lower import Sizes, lower
 
 Tiny = Callable[..., Bundle]
 Rng = np.random.Generator
-
-
-def elementwise_of(block_type: BlockType) -> list[Elementwise]:
-    return [one for one in block_type.operations if isinstance(one, Elementwise)]
 
 
 @pytest.mark.parametrize(("family", "length"), pairs(FAMILIES, LENGTHS))

@@ -15,7 +15,7 @@ from support.runs import refuses
 from support.shared import Shared
 
 from harness.bench import bench as benches
-from harness.bench import benchmark, published
+from harness.bench import benchmark, mebp_tables
 from harness.bench import peers as peer_bench
 from harness.bench.bench import BENCHMARKS, bench, command, find, to_text
 from harness.bench.benchmark import Bench, Row
@@ -98,8 +98,8 @@ def test_figures_of_all_processes() -> None:
 
 
 def test_published_figures_agree_with_what_the_papers_say_of_them() -> None:
-    steps = published.STEPS
-    table2 = [(steps[name, 256, "mebp"], steps[name, 256, "mezo"]) for name in published.MODELS]
+    steps = mebp_tables.STEPS
+    table2 = [(steps[name, 256, "mebp"], steps[name, 256, "mezo"]) for name in mebp_tables.MODELS]
     ratios = [mebp.seconds / mezo.seconds - 1 for mebp, mezo in table2]
     assert (int(100 * min(ratios)), round(100 * max(ratios))) == (43, 94)  # "43% to 94%"
     most = max(mebp.peak_mb / mezo.peak_mb for mebp, mezo in table2)
@@ -126,7 +126,7 @@ def variant(method: str, peak: float | None, **more: Any) -> dict[str, Any]:
 
 def made_up_row(model: str) -> dict[str, Any]:
     def one(method: str, peak: float | None, **more: Any) -> dict[str, Any]:
-        step = published.STEPS.get((model, 256, method))
+        step = mebp_tables.STEPS.get((model, 256, method))
         return variant(method, peak, published=None if step is None else vars(step), **more)
 
     seconds = {"median": 3.21, "low": 3.11, "high": 3.31}

@@ -15,10 +15,9 @@ from support.runs import here, json_of
 from harness.bench.bench import find
 from harness.bench.doctor import MODELS, describe_duration, markdown
 from harness.config.bench import BenchConfig
-from harness.doctor import doctor, machine, packages
-from harness.doctor.doctor import PRODUCTS, computing, products_flops, verdict
+from harness.doctor import doctor, machine
+from harness.doctor.doctor import EXTRAS, PRODUCTS, computing, products_flops, verdict
 from harness.doctor.finding import Finding, Status
-from harness.doctor.packages import EXTRAS
 from runtime.core.errors import OnDeviceError
 
 ROOT = Path(__file__).parents[3]
@@ -113,7 +112,7 @@ def test_the_cache_folder_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_every_extra_and_package_of_the_project_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {*project["optional-dependencies"]} == {*EXTRAS}
-    assert project["name"] == packages.DISTRIBUTION
+    assert project["name"] == doctor.DISTRIBUTION
     wanted = [
         *project["dependencies"],
         "no-such-package>=1",
@@ -122,7 +121,7 @@ def test_every_extra_and_package_of_the_project_is_known(monkeypatch: pytest.Mon
         "no-such-tool>=2; extra == 'wandb'",
     ]
     monkeypatch.setattr(metadata, "requires", lambda name: wanted)
-    required, *extras = packages.packages()
+    required, *extras = doctor.packages()
     extra = {one.name: one for one in extras}["extra wandb"]
     assert required.status is Status.BROKEN
     version = metadata.version("numpy")
@@ -137,7 +136,7 @@ def test_every_extra_and_package_of_the_project_is_known(monkeypatch: pytest.Mon
             raise metadata.PackageNotFoundError(name)
 
         patch.setattr(metadata, "requires", nothing)
-        (alone,) = packages.packages()
+        (alone,) = doctor.packages()
         assert alone.status is Status.WARNING and alone.way
 
 

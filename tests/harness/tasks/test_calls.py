@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.tasks import calls
-from harness.tasks.calls import ACTIONS, SLOTS, SPLITS, generate
-from harness.tasks.examples import Example, write_jsonl
+from harness.tasks.calls import ACTIONS, SLOTS, SPLITS, Example, generate, write_jsonl
 
 EXAMPLES = [one for split in SPLITS for one in generate(0, 600, split)]
 

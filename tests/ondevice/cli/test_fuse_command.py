@@ -80,7 +80,7 @@ def test_text_of_the_package_is_measured_where_there_is_a_tokenizer(
     assert {"tokenizer.json", "tokenizer_config.json"} <= set(listing(tmp_path / "out"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (
-            reading.tokenizer_path / name
+            reading.path / "tokenizer" / name
         ).read_bytes()
 
 

@@ -10,7 +10,7 @@ import pytest
 from support.token_rows import make_bundle, make_tokenizer, tokenize
 
 from runtime.core.errors import DataError
-from runtime.data.known_keys import NEUTRAL, RECORD, VERDICTS
+from runtime.data.fields import NEUTRAL, RECORD, VERDICTS
 from runtime.data.rows import TokenRows
 from runtime.data.source import READ_ALL, Reading
 

@@ -19,7 +19,7 @@ from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Descent, Update, descent_of
 from runtime.methods.zeroth.hizoo import HessianDescent
 from runtime.methods.zeroth.layer_scales import ScaledDescent
-from runtime.plan.plan import Planner, Request
+from runtime.plan.plan import Planner, Request, Task
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
@@ -112,7 +112,7 @@ def test_a_plan_counts_the_hessian_on_the_disk(tiny: Tiny) -> None:
     adapters = sum(4 * a * b for a, b in Adapters.shapes(manifest).values())
     state = 32 * manifest.hidden_size * 4  # the one at theta
     mezo, hizoo = (
-        Planner(manifest, LINUX).plan(Request(32, 2), demand_of(method, 2), 10**9)
+        Planner(manifest, LINUX).plan(Task(Request(32, 2), demand_of(method, 2)), 10**9)
         for method in ("mezo", "hizoo")
     )
     assert hizoo.scratch_disk_bytes - mezo.scratch_disk_bytes == adapters + 2 * state

@@ -24,7 +24,6 @@ from runtime.methods.noise import Noise
 from runtime.methods.zeroth.forward_only import MOST_LANES
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
-from runtime.operations.base import WHOLE
 from runtime.plan.lower import Sizes
 from runtime.plan.plan import Plan
 from runtime.plan.sizes import LEVELS, PAPER
@@ -41,7 +40,7 @@ def sizes(rng: Rng) -> Sizes:
     if rng.random() < 0.3:
         return (*LEVELS, PAPER)[int(rng.integers(len(LEVELS) + 1))]
     tile, block = int(rng.integers(300, 30_000)), int(rng.integers(1, 70))
-    return Sizes(tile, block, 0, bool(rng.random() < 0.2), int(rng.choice([48, 64, WHOLE])))
+    return Sizes(tile, block, 0, bool(rng.random() < 0.2), int(rng.choice([48, 64, 1 << 62])))
 
 
 def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:

@@ -18,7 +18,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.full.weights import FullWeights
 from runtime.methods.log import OWNERS, Owner, check_fields, read_log, rebuild
 from runtime.methods.noise import Noise
-from runtime.methods.zeroth.descent import Averages, Update
+from runtime.methods.zeroth.descent import Averages, Sgd, Update
 from runtime.methods.zeroth.hizoo import HessianDescent
 from runtime.methods.zeroth.layer_scales import ScaledDescent
 from runtime.methods.zeroth.log_header import REQUIRED, Header
@@ -279,3 +279,13 @@ def test_logs_of_earlier_versions_are_replayed_and_still_written(
     assert method.log_header() == header + "\n"
     records = [json.dumps(update and update.record) for update in read_log(tmp_path / "log")[1]]
     assert records == steps
+
+
+def test_a_part_that_names_fields_and_does_not_write_them_fails_when_it_is_defined() -> None:
+    with pytest.raises(TypeError, match="Lacking has log_fields and no check_fields"):
+
+        class Lacking(Sgd):
+            log_fields = ("lacking",)
+
+            def header(self) -> dict[str, Any]:
+                return {"lacking": 1}

@@ -26,7 +26,7 @@ from runtime.methods.clipping import Clipping
 from runtime.methods.mebp import MeBP
 from runtime.methods.optimizer import GROUP_VALUES, Optimizer, groups
 from runtime.plan.demand import Demand
-from runtime.plan.plan import Planner, Request
+from runtime.plan.plan import Planner, Request, Task
 from runtime.run import budget
 from runtime.storage.activations import Activations
 from runtime.storage.saves import VERSION
@@ -78,7 +78,7 @@ def test_the_librarys_rule_tensor_by_tensor(
         for block in manifest.layers:
             fresh = {
                 tensor: mx.array(rng.normal(size=shape).astype(np.float32))
-                for tensor, shape in Adapters.shapes_of(manifest, block).items()
+                for tensor, shape in manifest.adapter_shapes(block).items()
             }
             gradients: Gradients = {
                 of: (
@@ -143,7 +143,7 @@ def test_a_norm_that_is_not_finite_updates_nothing(tiny: Tiny, rng: Rng, tmp_pat
     adapters = adapters_of(bundle, rng)
     clipping, kept = Clipping(adapters, 1.0, tmp_path), Kept()
     block = bundle.manifest.layers[0]
-    shapes = Adapters.shapes_of(bundle.manifest, block)
+    shapes = bundle.manifest.adapter_shapes(block)
     name = bundle.manifest.adapted(block)[0]
     of = block.tensor(name)
     da, db = (mx.ones(shapes[f"{of}.{suffix}"]) for suffix in ("lora_a", "lora_b"))
@@ -160,7 +160,9 @@ def test_the_plan_counts_the_scratch_file_and_no_further_memory(tiny: Tiny) -> N
     for accumulation in (1, 3):
         request = Request(32, 2, accumulation)
         free, clipped = (
-            planner.plan(request, demand_of("mebp", 2, accumulation, max_grad_norm=most), 10**9)
+            planner.plan(
+                Task(request, demand_of("mebp", 2, accumulation, max_grad_norm=most)), 10**9
+            )
             for most in (0.0, 1.0)
         )
         more = clipped.scratch_disk_bytes - free.scratch_disk_bytes

@@ -11,6 +11,7 @@ from support.bundles import Rng
 from runtime.arrays.arrays import Arrays
 from runtime.operations.attention import slots_of
 from runtime.operations.cached_attention_kernel import Ring
+from runtime.operations.prefix_kernel import Scoring
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,6 @@ def test_parts_of_a_sequence_attend_as_the_whole(
                for one in (k, v)]  # fmt: skip
         ring.write(*new, at)
         queries = mx.concatenate([q[:, :, part], drawn(1, heads, padding, width)], 2)
-        found = ring.attend(queries, at, scale, window, None, cap, sinks)[:, :, :count]
+        found = ring.attend(queries, at, Scoring(scale, window, None, cap, sinks))[:, :, :count]
         assert mx.allclose(found, expected[:, :, part], rtol=1e-5, atol=1e-5)
         at += count

@@ -30,7 +30,7 @@ from runtime.operations.gated_delta_kernel import DeltaRule
 from runtime.operations.head_kernel import HeadKernel
 from runtime.operations.linear_kernel import LoraProducts
 from runtime.operations.logits_kernel import LogitsKernel, Shaping
-from runtime.operations.prefix_kernel import Prefix
+from runtime.operations.prefix_kernel import Prefix, Scoring
 from runtime.plan.lower import rows_at_once
 from runtime.storage.weights import Tile, Weights
 
@@ -315,14 +315,14 @@ def test_attention_and_its_backward(
     numbers = np.sort(rng.integers(0, 5, length)) if packed else np.zeros(length, int)
     starts = np.searchsorted(numbers, numbers).astype(np.int32) if packed else None
     kernel = AttentionBlocks(block, arrays)
-    out, lse = kernel.forward(q, k, v, scale, window, starts)
+    out, lse = kernel.forward(q, k, v, Scoring(scale, window), starts)
     (expected,), gradients = mx.vjp(
         lambda q, k, v: reference.attention(q, k, v, scale, window, mx.array(numbers)),
         [q, k, v],
         [d_out],
     )
     close(out, expected)
-    found = kernel.backward(q, k, v, out, lse, d_out, scale, window, starts)
+    found = kernel.backward(q, k, v, out, lse, d_out, Scoring(scale, window), starts)
     # one key: softmax is constant and dq, dk are zero up to rounding
     floor = 1e-5 * float(mx.linalg.norm(d_out.reshape(-1)))
     for mine, theirs in zip(found, gradients, strict=True):
@@ -357,11 +357,10 @@ def test_attention_with_a_prefix_a_cap_and_sinks_and_its_backward(
     further = Prefix(*parts, arrays) if prefix else None
     kernel = AttentionBlocks(5, arrays)
     keys, values = k[:, :, prefix:], v[:, :, prefix:]
-    out, lse = kernel.forward(q, keys, values, 0.7, window, starts, further, cap, sinks)
+    scoring = Scoring(0.7, window, further, cap, sinks)
+    out, lse = kernel.forward(q, keys, values, scoring, starts)
     close(out, expected)
-    dq, dk, dv, *rest = kernel.backward(
-        q, keys, values, out, lse, d_out, 0.7, window, starts, further, cap
-    )
+    dq, dk, dv, *rest = kernel.backward(q, keys, values, out, lse, d_out, scoring, starts)
     joined = [mx.concatenate([own[None], d], 2) for own, d in zip(rest, (dk, dv), strict=False)]
     for mine, theirs in zip([dq, *(joined or (dk, dv))], gradients, strict=True):
         close(mine, theirs)
@@ -370,19 +369,20 @@ def test_attention_with_a_prefix_a_cap_and_sinks_and_its_backward(
 def test_attention_with_huge_scores_stays_finite(rng: Rng, arrays: Arrays) -> None:
     q, k, v = (normal(rng, 1, 2, 21, 8) * factor for factor in (100, 100, 1))
     kernel = AttentionBlocks(5, arrays)
-    out, lse = kernel.forward(q, k, v, 1.0, 6)
+    out, lse = kernel.forward(q, k, v, Scoring(1.0, 6))
     close(out, reference.attention(q, k, v, 1.0, 6), 1e-4)
-    for gradient in kernel.backward(q, k, v, out, lse, normal(rng, *out.shape), 1.0, 6):
+    for gradient in kernel.backward(q, k, v, out, lse, normal(rng, *out.shape), Scoring(1.0, 6)):
         assert mx.isfinite(gradient).all()
 
 
 def test_attention_sees_neither_the_future_nor_beyond_its_window(rng: Rng, arrays: Arrays) -> None:
     q, k, v = (normal(rng, 1, 2, 30, 8) for _ in range(3))
     kernel = AttentionBlocks(4, arrays)
-    out, _ = kernel.forward(q, k, v, 0.3, 5)
+    out, _ = kernel.forward(q, k, v, Scoring(0.3, 5))
     far = mx.arange(30)[None, None, :, None]
     outside = (far > 20) | (far <= 15)
-    moved, _ = kernel.forward(q, mx.where(outside, 1e3, k), mx.where(outside, -1e3, v), 0.3, 5)
+    keys, values = mx.where(outside, 1e3, k), mx.where(outside, -1e3, v)
+    moved, _ = kernel.forward(q, keys, values, Scoring(0.3, 5))
     assert mx.array_equal(out[:, :, 20], moved[:, :, 20])
 
 
@@ -397,8 +397,8 @@ def test_attention_does_not_read_the_rows_beside(
     kernel = AttentionBlocks(4, arrays)
 
     def row(k: mx.array, v: mx.array) -> list[mx.array]:
-        out, lse = kernel.forward(q, k, v, 0.3, window, starts)
-        found = [out, *kernel.backward(q, k, v, out, lse, d_out, 0.3, window, starts)]
+        out, lse = kernel.forward(q, k, v, Scoring(0.3, window), starts)
+        found = [out, *kernel.backward(q, k, v, out, lse, d_out, Scoring(0.3, window), starts)]
         return [one[:, :, 7:20] for one in found]
 
     moved = [mx.where(inside[None, None, :, None], x, 1e3) for x in (k, v)]
@@ -413,8 +413,8 @@ def test_rows_before_a_block_of_queries_cost_nothing(rng: Rng, arrays: Arrays) -
     kernel = AttentionBlocks(4, arrays)
     before = (mx.arange(30) < 8)[None, None, :, None]
     k, v = (mx.where(before, mx.nan, x) for x in (k, v))
-    out, lse = kernel.forward(q, k, v, 0.3, None, starts)
-    for one in (out, *kernel.backward(q, k, v, out, lse, d_out, 0.3, None, starts)):
+    out, lse = kernel.forward(q, k, v, Scoring(0.3), starts)
+    for one in (out, *kernel.backward(q, k, v, out, lse, d_out, Scoring(0.3), starts)):
         assert mx.isnan(one[:, :, :8]).all()
         assert mx.isfinite(one[:, :, 8:]).all()
 

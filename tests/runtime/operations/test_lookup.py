@@ -22,8 +22,8 @@ from runtime.core.errors import BundleError, UsageError
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
 from runtime.operations.attention import Attention
+from runtime.operations.embedding import Lookup
 from runtime.operations.linear import Linear
-from runtime.operations.lookup import Lookup
 from runtime.plan.lower import Sizes, lower
 from runtime.run.budget import plan_decoding
 from runtime.run.decoder import Decoder

@@ -16,6 +16,8 @@ from support.runs import MAIN, copied_program, python, train_arguments
 
 from runtime.bundle.store import Bundle, open_bundle
 from runtime.core.errors import BundleError
+from runtime.operations.base import Operation
+from runtime.operations.gated import Gated
 from runtime.plan.block_peaks import PeakModel
 
 OPERATION = '''
@@ -24,10 +26,8 @@ OPERATION = '''
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-from runtime.operations.base import Call, Execution, Operation, Tables, require
-from runtime.operations.values import Shape
+from runtime.operations.base import Call, Execution, Operation, Scope, require
 
 
 class Scale(Operation, frozen=True):
@@ -52,15 +52,9 @@ class Scale(Operation, frozen=True):
     def working_bytes(self, call: Call, execution: Execution) -> int:
         return 0
 
-    def check(
-        self,
-        where: str,
-        values: Mapping[str, Shape],
-        parameters: Mapping[str, tuple[int, ...]],
-        tables: Tables,
-    ) -> None:
-        alike = values[self.inputs[0]] == values[self.outputs[0]]
-        require(alike and math.isfinite(self.factor), f"{where}: scale {self.factor}")
+    def check(self, scope: Scope) -> None:
+        alike = scope.values[self.inputs[0]] == scope.values[self.outputs[0]]
+        require(alike and math.isfinite(self.factor), f"{scope.where}: scale {self.factor}")
 '''
 
 KERNEL = '''
@@ -276,3 +270,20 @@ def test_a_wrong_new_operation_is_refused_by_its_own_check(tiny: Tiny, extended:
     rewrite(path, document)
     refused = python(MAIN, "inspect", path, program=extended)
     assert refused.returncode == 4 and "scale 1.0" in refused.stderr
+
+
+def test_an_operation_that_lacks_a_part_fails_when_it_is_built() -> None:
+    class Lacking(Operation, frozen=True):
+        """It does not say how many bytes it needs."""
+
+    class Counting(Gated, frozen=True):
+        """It does not say how large its statistics are."""
+
+        @property
+        def statistics(self) -> tuple[str, ...]:
+            return ("sum",)
+
+    with pytest.raises(TypeError, match="Lacking has no working_bytes"):
+        Lacking()  # type: ignore[abstract]
+    with pytest.raises(TypeError, match="Counting has no statistic_bytes"):
+        Counting(("a", "b"), ("c",), "silu")

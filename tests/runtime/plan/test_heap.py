@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from support.bundles import Tiny
-from support.plans import LINUX, MAC, PLENTY, Task, peak_model_of, plan_of, predicted, task_of
+from support.plans import LINUX, MAC, PLENTY, peak_model_of, plan_of, predicted, task_of
 
 from runtime.bundle.manifest import Manifest
 from runtime.machine.glibc import unused_bytes
@@ -19,7 +19,7 @@ from runtime.operations.base import materialized_bytes
 from runtime.operations.values import F32
 from runtime.plan.allocator import heap_use
 from runtime.plan.lower import Sizes
-from runtime.plan.plan import Plan
+from runtime.plan.plan import Plan, Task
 
 NOTHING = Heap(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 SIZES = Sizes(2048, 16, 0, slices=True)

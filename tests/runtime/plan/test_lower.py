@@ -78,11 +78,9 @@ class RecordingPeakModel(PeakModel):
         super().__init__(*arguments)
         self.events: list[Event] = []
 
-    def _working_bytes(
-        self, lowered: LoweredBlock, program: Program, one: Instruction, lanes: int, tokens: int
-    ) -> int:
-        self.events.append(Event(lowered.block.label, one, lanes, tokens))
-        return super()._working_bytes(lowered, program, one, lanes, tokens)
+    def _working_bytes(self, lowered: LoweredBlock, instruction: Instruction, lanes: int) -> int:
+        self.events.append(Event(lowered.block.label, instruction, lanes, self.lowered.bucket))
+        return super()._working_bytes(lowered, instruction, lanes)
 
 
 def recording(model: Model) -> RecordingExecutor:

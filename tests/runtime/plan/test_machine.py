@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.bundles import Tiny
-from support.plans import EVAL, LINUX, MAC, Task, plan_of, predicted, task_of
+from support.plans import EVAL, LINUX, MAC, plan_of, predicted, task_of
 from support.runs import json_of, ondevice, refuses
 
 from ondevice.cli.describe import describe_plan
@@ -20,7 +20,7 @@ from runtime.machine.machine import Blas, Heap, Machine, read_machine
 from runtime.operations.linear import SPLIT_BYTES, SPLIT_COLUMNS, split_bytes
 from runtime.plan.allocator import ARRAYS
 from runtime.plan.lower import MOST_CHUNKS
-from runtime.plan.plan import Plan, Planner
+from runtime.plan.plan import Plan, Planner, Task
 from runtime.plan.sizes import LEVELS, OPERATIONS, PACKED
 
 TASKS = {
@@ -48,13 +48,13 @@ def test_a_block_or_an_operation_is_one_evaluation_on_a_gpu_where_it_fits(
     assert plan.evaluation == "block" and not plan.slice_columns
     assert math.ceil(manifest.vocab_size / plan.chunk_rows) <= MOST_CHUNKS
     assert "each block evaluated once" in describe_plan(plan.to_json())
-    assert Planner(manifest, MAC).again(plan, *task) == plan
+    assert Planner(manifest, MAC).again(plan, task) == plan
     less = predicted(manifest, task, OPERATIONS[0], 0, task.demand.lanes[0], MAC)
     assert less.live_bytes < plan.live_bytes
     between = plan_of(manifest, task, int(less.predicted_peak_bytes / 0.95) + 1, MAC)
     assert between.evaluation == "operation" and between.lanes >= task.demand.lanes[0]
     assert "each operation evaluated once" in describe_plan(between.to_json())
-    assert Planner(manifest, MAC).again(between, *task) == between
+    assert Planner(manifest, MAC).again(between, task) == between
     frugal = plan_of(manifest, task, plan.minimum_bytes, MAC)
     assert frugal.evaluation == "part" and frugal.live_bytes < less.live_bytes
     assert "evaluated once" not in describe_plan(frugal.to_json())

@@ -16,7 +16,7 @@ from support.layouts import STORED, STORED_IN_TURN, WITH_EXPERTS
 from support.lengths import pairs
 from support.lora import with_lora
 from support.models import LENGTHS, MIXERS, adapters_of, each_family, model_of
-from support.plans import Task, demand_of, peak_model_of, task_of
+from support.plans import demand_of, peak_model_of, task_of
 
 from runtime.arrays.values import Loras
 from runtime.bundle.store import Bundle
@@ -31,7 +31,7 @@ from runtime.operations.elementwise import Elementwise
 from runtime.operations.values import F32
 from runtime.plan.block_peaks import PeakModel
 from runtime.plan.lower import Sizes
-from runtime.plan.plan import Request
+from runtime.plan.plan import Request, Task
 from runtime.storage.activations import Activations
 from runtime.storage.scratch import MappedTensors
 

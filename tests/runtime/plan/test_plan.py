@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.bundles import Tiny
 from support.layouts import STORED
-from support.plans import EVAL, LINUX, MAC, PLENTY, Task, peak_model_of, plan_of, predicted, task_of
+from support.plans import EVAL, LINUX, MAC, PLENTY, peak_model_of, plan_of, predicted, task_of
 from support.runs import ondevice, succeeds, train_arguments
 
 from runtime.arrays.stored import FLOAT_BITS, Extent, Matrix
@@ -26,7 +26,7 @@ from runtime.machine.machine import Machine
 from runtime.operations.values import F32
 from runtime.plan.cost import seconds
 from runtime.plan.lower import Sizes, lower
-from runtime.plan.plan import READING_BYTES, Planner, choose_bucket, deciding_differences
+from runtime.plan.plan import READING_BYTES, Planner, Task, choose_bucket, deciding_differences
 from runtime.plan.sizes import LEVELS
 from runtime.run.session import open_session
 
@@ -271,21 +271,21 @@ def test_a_plan_follows_from_its_own_choices(tiny: Tiny, machine: Machine, metho
     other = msgspec.structs.replace(machine, process_bytes=1_000_000, blas=blas)
     for budget in (smallest, PLENTY):
         plan = plan_of(manifest, task, budget, machine)
-        assert Planner(manifest, machine).again(plan, *task) == plan
-        assert not deciding_differences(plan, Planner(manifest, other).again(plan, *task))
+        assert Planner(manifest, machine).again(plan, task) == plan
+        assert not deciding_differences(plan, Planner(manifest, other).again(plan, task))
 
 
 @pytest.mark.parametrize("method", ["mebp", "mezo"])
 def test_more_budget_never_buys_a_slower_plan(tiny: Tiny, method: str) -> None:
     manifest, task = tiny("qwen2").manifest, task_of(64, method)
     planner = Planner(manifest, LINUX)
-    least = planner.plan(*task, PLENTY).minimum_bytes
+    least = planner.plan(task, PLENTY).minimum_bytes
     before = math.inf
     known = set()
     for budget in np.geomspace(least, 2 * least, 40):
-        plan = planner.plan(*task, int(budget) + 1)
+        plan = planner.plan(task, int(budget) + 1)
         known.add((plan.tile_values, plan.kept_layers, plan.materialized_layers))
-        lowered = planner.model(*task, plan.sizes).lowered
+        lowered = planner.model(task, plan.sizes).lowered
         kept = (plan.kept_layers, plan.materialized_layers)
         now = seconds(lowered, task.demand.backward, plan.lanes, *kept)
         assert now <= before

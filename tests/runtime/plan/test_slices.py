@@ -32,7 +32,7 @@ from runtime.arrays.values import accumulate
 from runtime.bundle.manifest import manifest_bytes, read_manifest
 from runtime.core.errors import BundleError
 from runtime.methods.mebp import StepDropout
-from runtime.operations.base import WHOLE, Operation
+from runtime.operations.base import Operation
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.gated import Gated
 from runtime.operations.linear import Linear, Product
@@ -42,6 +42,8 @@ from runtime.plan.block_peaks import PeakModel
 from runtime.plan.lower import Sizes, lower, rows_at_once
 from runtime.plan.slices import fold, width_of
 from runtime.storage.weights import Weights
+
+WHOLE = 1 << 62  # more tokens, or values, than there are
 
 MLP_VALUES = 10_000  # with which a slice of the small models has some columns of the width
 

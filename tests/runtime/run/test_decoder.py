@@ -28,7 +28,7 @@ from runtime.methods.adapters import Adapters
 from runtime.operations.attention import CachedAttention
 from runtime.operations.values import CHUNK_TOKENS, DECODED_TOKENS
 from runtime.plan.lower import lower
-from runtime.plan.plan import Plan, Planner, Request
+from runtime.plan.plan import Plan, Planner, Request, Task
 from runtime.plan.sizes import LEVELS
 from runtime.run.budget import DECODING, plan_decoding
 from runtime.run.decoder import Decoder
@@ -148,7 +148,7 @@ def test_a_token_is_multiplied_where_weights_lie_if_the_budget_has_room(tiny: Ti
     machine, request = replace(LINUX, llvm=True), Request(CHUNK_TOKENS, False, context=CONTEXT)
 
     def plan(bundle: Bundle, budget_bytes: int) -> Plan:
-        return Planner(bundle.manifest, machine).plan(request, DECODING, budget_bytes)
+        return Planner(bundle.manifest, machine).plan(Task(request, DECODING), budget_bytes)
 
     generous = plan(tiny("qwen2"), 10**9)
     assert generous.in_place

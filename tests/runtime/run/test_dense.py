@@ -13,7 +13,7 @@ from support.runs import NO_OTHERS
 from support.text_bundle import text_bundle
 
 from harness.measure.command import ondevice
-from harness.tasks.examples import Example, write_jsonl
+from harness.tasks.calls import Example, write_jsonl
 from runtime.methods.adapters import Adapters
 
 

@@ -56,7 +56,7 @@ def test_a_chat_is_answered_by_the_template(bundle: Bundle) -> None:
     path = str(bundle.path)
     wanted = text_of(prompt + tokens).removeprefix(text_of(prompt))
     assert "".join(pieces(path, "cat", None, 6, chat=True)) == wanted
-    assert ChatTemplate(bundle.tokenizer_path).ending == ""
+    assert ChatTemplate(bundle.path / "tokenizer").ending == ""
 
 
 @pytest.mark.usefixtures("rendered_here")
@@ -94,7 +94,7 @@ def test_special_tokens_end_an_answer(bundle: Bundle, monkeypatch: pytest.Monkey
 
 def test_ends_are_those_of_the_checkpoint(bundle: Bundle, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
-    shutil.copytree(bundle.tokenizer_path, folder / "tokenizer")
+    shutil.copytree(bundle.path / "tokenizer", folder / "tokenizer")
     for given, found in ((7, {7}), (0, {0}), ([7, 9], {7, 9}), (None, set())):
         config = json.dumps({"eos_token_id": given})
         (folder / "tokenizer" / "generation_config.json").write_text(config)

@@ -154,7 +154,7 @@ def test_the_plan_of_the_run_decides_and_not_the_machine(
     """What another machine would choose by itself has other sizes."""
     before = plan_in(stopped)
     planner, task = Planner(tiny("gemma3").manifest, LINUX), task_of(64, rows=2)
-    stored = planner.predict(*task, LEVELS[-1], BUDGET, before.minimum_bytes)
+    stored = planner.predict(task, LEVELS[-1], BUDGET, before.minimum_bytes)
     assert stored.tile_values != before.tile_values and not stored.kept_layers
     replaced(stopped, "plan.json", json.dumps(stored.to_json()))
     on(monkeypatch)

@@ -38,7 +38,7 @@ def gemma(real_bundle: Path) -> Bundle:
 def row(gemma: Bundle) -> Row:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(gemma.tokenizer_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(gemma.path / "tokenizer" / "tokenizer.json"))
     ids = tokenizer.encode(TEXT).ids
     assert ids[0] == 2 and len(ids) < 64
     assert tokenizer.decode(ids) == TEXT

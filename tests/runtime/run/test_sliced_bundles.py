@@ -162,7 +162,7 @@ def test_the_plan_counts_what_is_assembled(bundle: Path, halves: list[Path], met
     plans = []
     for manifest in (whole, half):
         wanted = training(config_of(method, 0), manifest)
-        plans.append(Planner(manifest, LINUX).plan(wanted.request, wanted.demand, PLENTY))
+        plans.append(Planner(manifest, LINUX).plan(wanted.task, PLENTY))
     ranges = [block_range(whole, layer) for layer in whole.layers]
     more = plans[1].process_bytes - plans[0].process_bytes - 2 * THREAD_BYTES
     layers = 2 * max(stop - start for start, stop in ranges)

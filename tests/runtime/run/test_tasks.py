@@ -13,7 +13,7 @@ from support.runs import NO_OTHERS, here, json_of, refuses, succeeds
 from support.text_bundle import text_bundle
 from support.token_rows import BOS, ids
 
-from harness.tasks.examples import Example, write_jsonl
+from harness.tasks.calls import Example, write_jsonl
 from runtime.bundle.store import Bundle
 
 ANSWERS = {"cat": "yes", "sea": "no", "bee": "maybe"}
