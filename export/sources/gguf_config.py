@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from export.sources import gguf_gemma4
+from export.sources.families import OF_MLX_LM
 from export.sources.general import settings_class
 from export.sources.gguf_names import ARCHITECTURES, family_of
 from export.sources.windows import FULL, SLIDING, layer_types
@@ -17,7 +19,7 @@ from runtime.core.errors import BundleError
 # tables that files have instead of metadata: Llama 3's, and those of LongRoPE
 ROPE_FREQS = "rope_freqs.weight"
 FACTORS = {f"{length}_factor": f"rope_factors_{length}.weight" for length in ("short", "long")}
-_TABLES = {"llama": {ROPE_FREQS}, "phi3": {*FACTORS.values()}}
+_TABLES = {"phi3": {*FACTORS.values()}, "llama": {ROPE_FREQS}, "gemma4_text": {ROPE_FREQS}}
 
 _ROPE_SCALINGS = frozenset({"linear", "yarn"})
 _ATTENTION_FACTOR = "rope.scaling.attn_factor"
@@ -26,7 +28,8 @@ _HEAD_DIMS = (
     *("rope.dimension_count", "rope.dimension_count_swa"),
 )
 # families that may turn a part of each head
-_PARTIAL = ("glm", "glm4", "phi", "phi3", "nemotron", "stablelm")
+_PART = "partial_rotary_factor"
+_PARTIAL = ("glm", "glm4", "phi", "phi3", "nemotron", "stablelm", "qwen3_5")
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _LOCAL = {**_EXPERTS, "expert_count": "num_local_experts"}
 _SCALES = {
@@ -35,6 +38,7 @@ _SCALES = {
 }
 _OWN_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
 _SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_INNER = "linear_inner_size"  # of all heads of values
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 # a family's entries beside the sizes -> transformers' names of the settings
 _OTHERS = {
@@ -45,6 +49,13 @@ _OTHERS = {
     "gemma2": dict(zip(_CAPS, _CAPS, strict=True)),
     **{"cohere": {"logit_scale": "logit_scale"}, "cohere2": {"logit_scale": "logit_scale"}},
     "lfm2": {"shortconv.l_cache": "conv_L_cache"},
+    "gemma4_text": gguf_gemma4.ENTRIES,
+    "qwen3_5": {
+        **{"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim"},
+        **{"ssm.group_count": "linear_num_key_heads", "ssm.inner_size": _INNER},
+        "ssm.time_step_rank": "linear_num_value_heads",
+        "full_attention_interval": "full_attention_interval",
+    },
 }
 # the epsilon of a family's norms, where it is not `rms_norm_eps`: with a mean, and without
 _LAYER_NORMS = {
@@ -72,10 +83,14 @@ _ALIKE = ("qwen2", "qwen3", "gemma3_text")  # with biases, or without, in every 
 _CONVOLUTION = "conv"  # a type of layer
 # the one size of each whose attention is not scaled by its head dimension
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
-_LOCAL_BASE = {"gemma3_text": 1e4}  # the base of positions in its layers with windows
+_LOCAL_BASE = dict.fromkeys(
+    ("gemma3_text", "gemma4_text"), 1e4
+)  # the base of positions in its layers with windows
 # families with windows -> the width without an entry, and one in how many layers has none
 WINDOWED = {"gemma2": (4096, 2), "gemma3_text": (0, 6), "gpt_oss": (0, 2)}
 WINDOWED |= {"exaone4": (4096, 4), **dict.fromkeys(("cohere2", "olmo3"), (0, 4))}
+LISTED = 0  # in place of one in so many: files list the layers
+WINDOWED["gemma4_text"] = (0, LISTED)
 _EXAONE_32B_LAYERS = 64  # the one size that has them
 
 
@@ -114,10 +129,17 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
         width = int(stated["block_ffn_dim_multiplier"] * int(2 * stated["intermediate_size"] / 3))
         width = -(-width // part) * part
         stated |= {"intermediate_size": width, "block_auto_adjust_ff_dim": False}
+    for name in OF_MLX_LM.get(family, ()):
+        stated.pop(name, None)
+    if family == "gemma4_text":
+        stated |= gguf_gemma4.stated(stated)
+    if "linear_value_head_dim" in stated:
+        heads = stated["linear_num_value_heads"]
+        stated[_INNER] = stated["linear_value_head_dim"] * heads
     if nested := stated.pop("rope_parameters", None):
-        stated |= {"rope_theta": nested["rope_theta"], "rope_scaling": {**nested}}
-        for key in ("rope_theta", "max_position_embeddings"):
-            stated["rope_scaling"].pop(key, None)
+        stated |= {key: nested[key] for key in ("rope_theta", _PART) if key in nested}
+        apart = ("rope_theta", "max_position_embeddings", _PART)
+        stated["rope_scaling"] = {key: nested[key] for key in nested if key not in apart}
     if pattern := stated.get("sliding_window_pattern"):
         stated["layer_types"] = layer_types(pattern, stated["num_hidden_layers"])
     if _CONVOLUTION in (types := stated.get("layer_types") or ()):
@@ -203,7 +225,7 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         for setting, names in _TOLD_BY.items():
             config[setting] = any(f"blk.0.{name}.bias" in file.tensors for name in names)
     if family in _PARTIAL:
-        config["partial_rotary_factor"] = get("rope.dimension_count", head_dim) / head_dim
+        config[_PART] = get("rope.dimension_count", head_dim) / head_dim
     if family in _GEMMA_27B_LAYERS:
         large = layers == _GEMMA_27B_LAYERS[family]
         config["query_pre_attn_scalar"] = hidden // heads if large else head_dim
@@ -221,6 +243,12 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         if window < config["max_position_embeddings"]:
             way_out = "to train on sequences within it, set context_length to at most its width"
             raise entries.refusal("attention.sliding_window", window, way_out)
+    if family == "gemma4_text":
+        config |= gguf_gemma4.settings(get, file.tensors, config)
+        for key in ("rope_theta", "rope_local_base_freq", "rope_scaling"):
+            del config[key]
+    if family == "qwen3_5":
+        config["linear_value_head_dim"] = config.pop(_INNER) // config["linear_num_value_heads"]
     if family in _NORMED:
         config["norm_topk_prob"] = _NORMED[family]
     if family == "lfm2":  # says the heads of each layer, none for convolutions
@@ -240,12 +268,14 @@ def _number(value: float) -> float | int:
 
 def _defaults(entries: _Metadata, head_dim: int) -> dict[str, float]:
     """What llama.cpp takes where a file lacks one of these entries, or has 0."""
-    width, get = entries.get("feed_forward_length"), entries.get
+    width, get = np.max(entries.get("feed_forward_length")), entries.get
     return {
         **{"embedding_scale": 1.0, "residual_scale": 1.0, "attention.scale": head_dim**-0.5},
         **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         "expert_feed_forward_length": width // max(1, get("expert_used_count", 1)),
         "expert_shared_feed_forward_length": width,
+        **({"full_attention_interval": 4} if entries.family == "qwen3_5" else {}),
+        **(gguf_gemma4.DEFAULTS if entries.family == "gemma4_text" else {}),
     }
 
 
@@ -267,7 +297,7 @@ def _widths(entries: _Metadata) -> tuple[int, int, int]:
     """The width of the hidden state, the heads of queries, and those of keys and values."""
     hidden, heads = entries.get("embedding_length"), entries.get("attention.head_count")
     kv_heads = entries.get("attention.head_count_kv", heads)
-    if entries.family == "lfm2":
+    if entries.family in ("lfm2", "gemma4_text"):  # who say them of each layer
         kv_heads = int(np.max(kv_heads))
     if "token_embd.weight" not in entries.file.tensors:
         raise BundleError(f"{entries.where}: token_embd.weight is missing")
@@ -285,6 +315,8 @@ def _head_dim(entries: _Metadata, default: int) -> int:
     head_dim: int = entries.get("attention.key_length", default)
     for key in _HEAD_DIMS:
         if key == "rope.dimension_count" and entries.family in _PARTIAL:
+            continue
+        if key.endswith("_swa") and entries.family == "gemma4_text":
             continue
         if (given := entries.get(key, head_dim)) != head_dim:
             must = f"values, keys and positions must have the {head_dim} numbers of a head's keys"
@@ -358,8 +390,10 @@ def _longrope(entries: _Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def _tabled_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any]:
-    """The scaling of Llama 3 that a file's table was made by."""
+    """The scaling of Llama 3, or of Gemma 4, that a file's table was made by."""
     factors = entries.file.rows(ROPE_FREQS, slice(None))
+    if entries.family == "gemma4_text":
+        return gguf_gemma4.scaling_of(factors)
     scaling = {
         **{"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0},
         **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},

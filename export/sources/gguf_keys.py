@@ -65,6 +65,7 @@ _NEUTRAL = {
     "of norms that these models do not have": """
         ARCH.attention: layer_norm_epsilon group_norm_epsilon group_norm_groups
     """,
+    "of images: the positions of text are the same on each axis": "ARCH.rope: dimension_sections",
     "a copy of the vocabulary": "tokenizer: huggingface.json",
 }
 NEUTRAL = _names("\n".join(lines.strip() for lines in _NEUTRAL.values()))
