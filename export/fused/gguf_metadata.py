@@ -28,6 +28,7 @@ from export.sources.windows import FULL, SLIDING, layer_types, unlike_full
 from export.stored import F32
 from runtime.core.errors import UsageError
 
+_USUAL_EPSILON = 1e-6
 _CLOSE = 1e-6  # of a number that a file has in float32
 # kinds of scalings are refused one by one; the others are sizes that LFM2 computes its own of
 _NOT_COMPARED = {
@@ -67,7 +68,11 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
     part = config.get("partial_rotary_factor")
     turned = int(head_dim * (1 if part is None else part))
     writer.add_rope_dimension_count(turned)
-    if family == "qwen3_5":  # of images, whose positions are those of text here
+    if family == "qwen3_5":
+        if config["rms_norm_eps"] != _USUAL_EPSILON:  # which transformers has for them in any case
+            knows = f"{_USUAL_EPSILON}: it takes it for the lengths of queries and keys too"
+            raise _refusal("rms_norm_eps", config["rms_norm_eps"], knows)
+        # of images, whose positions are those of text here
         pairs = turned // 2
         writer.add_rope_dimension_sections([*((pairs + 2 - axis) // 3 for axis in range(3)), 0])
     for key, name in entries_of(family).items():

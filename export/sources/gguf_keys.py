@@ -65,7 +65,6 @@ _NEUTRAL = {
     "of norms that these models do not have": """
         ARCH.attention: layer_norm_epsilon group_norm_epsilon group_norm_groups
     """,
-    "of images: the positions of text are the same on each axis": "ARCH.rope: dimension_sections",
     "a copy of the vocabulary": "tokenizer: huggingface.json",
 }
 NEUTRAL = _names("\n".join(lines.strip() for lines in _NEUTRAL.values()))
@@ -96,6 +95,8 @@ _VALUES: dict[_Neutral, str] = {
         ARCH: *
     """,
 }
+# of families whose positions have several axes, which for text are the same
+_OF_IMAGES = {"qwen3_5": ("rope.dimension_sections",)}
 FIXED = {name: values for values, names in _VALUES.items() for name in sorted(_names(names))}
 
 
@@ -117,7 +118,8 @@ def unknown_metadata(metadata: dict[str, Any], family: str, where: str) -> list[
 
     Raises BundleError for an entry that would have to be computed, and is not.
     """
-    own = {f"ARCH.{key}" for key in (*entries_of(family), *OF_SCALING.get(family, ()))}
+    of_family = (*entries_of(family), *OF_SCALING.get(family, ()), *_OF_IMAGES.get(family, ()))
+    own = {f"ARCH.{key}" for key in of_family}
     unknown = []
     arch = ARCHITECTURES[family]
     for key, value in metadata.items():
