@@ -1,7 +1,8 @@
 """Converts the vocabulary in a GGUF file's metadata to Hugging Face tokenizer files.
 
 There are three sorts: SentencePiece ("llama"), whose merges follow from scores of its tokens,
-byte-level BPE ("gpt2"), whose merges are stored, and Gemma 4's, SentencePiece with merges. Invariant: a token has the same id in both.
+byte-level BPE ("gpt2"), whose merges are stored, and Gemma 4's, SentencePiece with merges.
+Invariant: a token has the same id in both.
 """
 
 from __future__ import annotations
