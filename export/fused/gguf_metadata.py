@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gguf import GGUFWriter, RopeScalingType
+from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
 
 from export.sources import gguf_gemma4
 from export.sources.families import completed_config, normalise_config
 from export.sources.general import is_neutral_name
 from export.sources.gguf_config import (
+    BY_SIGMOID,
     FACTORS,
     LISTED,
     OF_SCALING,
     ROPE_FREQS,
+    SIGMOID,
     WINDOWED,
     as_stated,
     entries_of,
@@ -78,8 +80,11 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
     for key, name in entries_of(family).items():
         if config[name] is None:
             raise _refusal(name, None, "a number")
-        add = writer.add_float32 if isinstance(config[name], float) else writer.add_uint32
-        add(f"{writer.arch}.{key}", config[name])
+        value = float(config[name]) if key == "expert_weights_scale" else config[name]
+        adds = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}
+        adds[type(value)](f"{writer.arch}.{key}", value)
+    if family in BY_SIGMOID:
+        writer.add_expert_gating_func(ExpertGatingFuncType(SIGMOID))
     if "rope_theta" in config:
         writer.add_rope_freq_base(float(config["rope_theta"]))
     _add_rope_scaling(writer, family, config)

@@ -29,7 +29,9 @@ _HEAD_DIMS = (
 )
 # families that may turn a part of each head
 _PART = "partial_rotary_factor"
+_SAME = {"rope_theta": "rotary_emb_base", _PART: "rotary_pct"}  # GPT-NeoX's names
 _PARTIAL = ("glm", "glm4", "phi", "phi3", "nemotron", "stablelm", "qwen3_5")
+_PARTIAL += ("glm4_moe", "solar_open", "minimax", "gpt_neox")
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _LOCAL = {**_EXPERTS, "expert_count": "num_local_experts"}
 _SCALES = {
@@ -38,6 +40,15 @@ _SCALES = {
 }
 _OWN_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
 _SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_SHARING = {
+    **{**_EXPERTS, **_OWN_WIDTH, "expert_count": "n_routed_experts"},
+    **{"expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor"},
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_norm": "norm_topk_prob",
+}
+# families whose routers have a sigmoid, and the number that files have for it
+BY_SIGMOID = ("glm4_moe", "solar_open", "dots1", "afmoe", "minimax")
+SIGMOID = 2
 _INNER = "linear_inner_size"  # of all heads of values
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 # a family's entries beside the sizes -> transformers' names of the settings
@@ -50,6 +61,15 @@ _OTHERS = {
     **{"cohere": {"logit_scale": "logit_scale"}, "cohere2": {"logit_scale": "logit_scale"}},
     "lfm2": {"shortconv.l_cache": "conv_L_cache"},
     "gemma4_text": gguf_gemma4.ENTRIES,
+    **dict.fromkeys(("glm4_moe", "solar_open", "dots1"), _SHARING),
+    "afmoe": {
+        **_EXPERTS,
+        **_OWN_WIDTH,
+        **{"expert_shared_count": "num_shared_experts", "expert_weights_scale": "route_scale"},
+        **{"leading_dense_block_count": "num_dense_layers", "expert_weights_norm": "route_norm"},
+    },
+    "minimax": {**_LOCAL, "expert_feed_forward_length": "intermediate_size"},
+    "gpt_neox": {"use_parallel_residual": "use_parallel_residual"},
     "qwen3_5": {
         **{"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim"},
         **{"ssm.group_count": "linear_num_key_heads", "ssm.inner_size": _INNER},
@@ -59,7 +79,7 @@ _OTHERS = {
 }
 # the epsilon of a family's norms, where it is not `rms_norm_eps`: with a mean, and without
 _LAYER_NORMS = {
-    **dict.fromkeys(("cohere", "cohere2", "phi", "stablelm"), "layer_norm_eps"),
+    **dict.fromkeys(("cohere", "cohere2", "phi", "stablelm", "gpt_neox"), "layer_norm_eps"),
     **dict.fromkeys(("gpt2", "gpt_bigcode"), "layer_norm_epsilon"),
     **{"starcoder2": "norm_epsilon", "nemotron": "norm_eps"},
 }
@@ -88,7 +108,7 @@ _LOCAL_BASE = dict.fromkeys(
 )  # the base of positions in its layers with windows
 # families with windows -> the width without an entry, and one in how many layers has none
 WINDOWED = {"gemma2": (4096, 2), "gemma3_text": (0, 6), "gpt_oss": (0, 2)}
-WINDOWED |= {"exaone4": (4096, 4), **dict.fromkeys(("cohere2", "olmo3"), (0, 4))}
+WINDOWED |= {"exaone4": (4096, 4), **dict.fromkeys(("cohere2", "olmo3", "afmoe"), (0, 4))}
 LISTED = 0  # in place of one in so many: files list the layers
 WINDOWED["gemma4_text"] = (0, LISTED)
 _EXAONE_32B_LAYERS = 64  # the one size that has them
@@ -133,6 +153,11 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
         stated.pop(name, None)
     if family == "gemma4_text":
         stated |= gguf_gemma4.stated(stated)
+    for name, same in _SAME.items():
+        if same in stated:
+            stated[name] = stated.pop(same)
+    if family == "minimax":
+        stated[_PART] = stated.pop("rotary_dim") / stated["head_dim"]
     if "linear_value_head_dim" in stated:
         heads = stated["linear_num_value_heads"]
         stated[_INNER] = stated["linear_value_head_dim"] * heads
@@ -224,7 +249,13 @@ def _config(entries: _Metadata) -> dict[str, Any]:
     if family not in _ALIKE:
         for setting, names in _TOLD_BY.items():
             config[setting] = any(f"blk.0.{name}.bias" in file.tensors for name in names)
-    if family in _PARTIAL:
+    if family in BY_SIGMOID and (given := get("expert_gating_func", SIGMOID)) != SIGMOID:
+        raise entries.refusal("expert_gating_func", given, f"it must be {SIGMOID}, a sigmoid")
+    if family == "afmoe":
+        config["mup_enabled"] = True
+    if family == "minimax":
+        config["rotary_dim"] = get("rope.dimension_count", head_dim)
+    elif family in _PARTIAL:
         config[_PART] = get("rope.dimension_count", head_dim) / head_dim
     if family in _GEMMA_27B_LAYERS:
         large = layers == _GEMMA_27B_LAYERS[family]
@@ -274,6 +305,8 @@ def _defaults(entries: _Metadata, head_dim: int) -> dict[str, float]:
         **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         "expert_feed_forward_length": width // max(1, get("expert_used_count", 1)),
         "expert_shared_feed_forward_length": width,
+        **{"expert_weights_scale": 1.0, "expert_weights_norm": False, "expert_shared_count": 0},
+        **{"leading_dense_block_count": 0, "use_parallel_residual": True},
         **({"full_attention_interval": 4} if entries.family == "qwen3_5" else {}),
         **(gguf_gemma4.DEFAULTS if entries.family == "gemma4_text" else {}),
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from export.sources.gguf_config import OF_SCALING, entries_of
+from export.sources.gguf_config import BY_SIGMOID, OF_SCALING, entries_of
 from export.sources.gguf_names import ARCHITECTURES
 from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import BundleError
@@ -119,6 +119,7 @@ def unknown_metadata(metadata: dict[str, Any], family: str, where: str) -> list[
     Raises BundleError for an entry that would have to be computed, and is not.
     """
     of_family = (*entries_of(family), *OF_SCALING.get(family, ()), *_OF_IMAGES.get(family, ()))
+    of_family += ("expert_gating_func",) if family in BY_SIGMOID else ()
     own = {f"ARCH.{key}" for key in of_family}
     unknown = []
     arch = ARCHITECTURES[family]

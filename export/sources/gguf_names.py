@@ -32,6 +32,8 @@ ARCHITECTURES = {
     **{"gpt2": "gpt2", "lfm2": "lfm2", "cohere2": "cohere2", "olmo3": "olmo2", "phi": "phi2"},
     **{"gpt_bigcode": "starcoder", "glm": "chatglm", "exaone4": "exaone4"},
     **{"ministral3": "mistral3", "gemma4_text": "gemma4", "qwen3_5": "qwen35"},
+    **{"glm4_moe": "glm4moe", "solar_open": "glm4moe", "dots1": "dots1", "afmoe": "afmoe"},
+    **{"minimax": "minimax-m2", "gpt_neox": "gptneox"},
 }
 # entries of a family's files that other ones of the architecture do not have
 _MARKS = {"mixtral": "expert_count", "olmo3": "attention.sliding_window"}
@@ -43,9 +45,17 @@ _RENAMED = (
     *((f".block_sparse_moe.router.{end}", ".block_sparse_moe.gate.") for end in ("layer.", "")),
     ("model.h.", "transformer.h."),
 )
+_PREFIXES = {"gpt_neox": (("model.h.", "gpt_neox.layers."), ("model.", "gpt_neox."))}
 _SUFFIXES = (".weight", ".bias")
+_ROUTER_BIAS = "blk.{}.exp_probs_b.bias"
 # names in a layer that the library does not know -> the file's
 _IN_LAYERS = {
+    **{
+        family: {"mlp.gate.e_score_correction_bias": _ROUTER_BIAS}
+        for family in ("glm4_moe", "solar_open", "dots1")
+    },
+    "minimax": {"block_sparse_moe.e_score_correction_bias": _ROUTER_BIAS},
+    "afmoe": {"mlp.expert_bias": _ROUTER_BIAS},
     "qwen3_5": {"linear_attn.dt_bias": "blk.{}.ssm_dt.bias", "linear_attn.A_log": "blk.{}.ssm_a"},
     "gemma4_text": {
         "embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
@@ -60,7 +70,7 @@ _IN_LAYERS = {
         "experts.switch_glu.down_proj.weight": "blk.{}.ffn_down_exps.weight",
     },
 }
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"model\.(?:layers|h)\.(\d+)\.(.+)")
 # layers whose rows llama's converter reorders -> the setting that says how many heads they have
 _REORDERED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
@@ -96,7 +106,7 @@ def tensor_names(family: str, layers: int) -> Callable[[str], str | None]:
     def name_of(name: str) -> str | None:
         if (inside := _LAYER.fullmatch(name)) and inside[2] in _IN_LAYERS.get(family, {}):
             return _IN_LAYERS[family][inside[2]].format(inside[1])
-        for old, new in _RENAMED:
+        for old, new in (*_PREFIXES.get(family, ()), *_RENAMED):
             name = name.replace(old, new)
         for inner in (name, name.removeprefix("model.")):
             if (stored := names.get_name(inner, try_suffixes=_SUFFIXES)) is not None:
@@ -127,7 +137,7 @@ def place_of(family: str, config: Mapping[str, Any], name: str, shape: tuple[int
     """Where a file has the tensor `name` of the model, which has this shape.
 
     llama.cpp rotates pairs of neighbours, so its converter stores rows (half, j) of each head of
-    Llama and others as (j, half).
+    Llama and others as (j, half). It has all queries of GPT-NeoX before all keys.
     """
     inside = _LAYER.fullmatch(name)
     module, _, _ = (inside[2] if inside else name).rpartition(".")
@@ -136,6 +146,9 @@ def place_of(family: str, config: Mapping[str, Any], name: str, shape: tuple[int
         return _of_delta_rule(config, inside[2], shape)
     if family == "gemma4_text" and inside:
         return _of_gemma4(config, int(inside[1]), module, shape)
+    if last == "query_key_value" and family == "gpt_neox":
+        heads = np.arange(shape[0]).reshape(3, config["num_attention_heads"], -1)
+        return Place(shape, heads.swapaxes(0, 1).reshape(-1))
     if family not in _TURNED or last not in _REORDERED:
         return Place(shape)
     rows = np.arange(shape[0]).reshape(config[_REORDERED[last]], -1, 2)
