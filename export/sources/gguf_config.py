@@ -32,6 +32,8 @@ _PART = "partial_rotary_factor"
 _SAME = {"rope_theta": "rotary_emb_base", _PART: "rotary_pct"}  # GPT-NeoX's names
 _PARTIAL = ("glm", "glm4", "phi", "phi3", "nemotron", "stablelm", "qwen3_5")
 _PARTIAL += ("glm4_moe", "solar_open", "minimax", "gpt_neox")
+_LEARNED_POSITIONS = ("gpt2", "gpt_bigcode")
+_SHARED = "shared_intermediate_size"  # MiniMax's class asks for it, and does not use it
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _LOCAL = {**_EXPERTS, "expert_count": "num_local_experts"}
 _SCALES = {
@@ -142,8 +144,8 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     stated = {**config, **{name: config[own] for name, own in names if own in config}}
     width = stated.get("n_inner") or 4 * stated["hidden_size"]
     stated.setdefault("intermediate_size", width)  # GPT-2's
-    if "shared_intermediate_size" in stated:  # Granite 4's, which then has no experts
-        stated["intermediate_size"] = stated["shared_intermediate_size"]
+    if _SHARED in stated and family != "minimax":  # Granite 4's, which then has no experts
+        stated["intermediate_size"] = stated[_SHARED]
     if stated.get("block_auto_adjust_ff_dim"):
         part = stated["block_multiple_of"]
         width = int(stated["block_ffn_dim_multiplier"] * int(2 * stated["intermediate_size"] / 3))
@@ -158,6 +160,7 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
             stated[name] = stated.pop(same)
     if family == "minimax":
         stated[_PART] = stated.pop("rotary_dim") / stated["head_dim"]
+        stated.pop(_SHARED, None)
     if "linear_value_head_dim" in stated:
         heads = stated["linear_num_value_heads"]
         stated[_INNER] = stated["linear_value_head_dim"] * heads
@@ -232,7 +235,7 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         **{
-            name: _number(get(key, defaults.get(key)) or defaults.get(key, 0))
+            name: _number(_or_default(get(key, defaults.get(key)), defaults.get(key, 0)))
             for key, name in entries_of(family).items()
         },
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
@@ -254,7 +257,7 @@ def _config(entries: _Metadata) -> dict[str, Any]:
     if family == "afmoe":
         config["mup_enabled"] = True
     if family == "minimax":
-        config["rotary_dim"] = get("rope.dimension_count", head_dim)
+        config |= {"rotary_dim": get("rope.dimension_count", head_dim), _SHARED: 0}
     elif family in _PARTIAL:
         config[_PART] = get("rope.dimension_count", head_dim) / head_dim
     if family in _GEMMA_27B_LAYERS:
@@ -274,6 +277,10 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         if window < config["max_position_embeddings"]:
             way_out = "to train on sequences within it, set context_length to at most its width"
             raise entries.refusal("attention.sliding_window", window, way_out)
+    if family == "gpt_neox":
+        config |= {same: config.pop(name) for name, same in _SAME.items()}
+    if family in _LEARNED_POSITIONS:
+        del config["rope_theta"], config["head_dim"]
     if family == "gemma4_text":
         config |= gguf_gemma4.settings(get, file.tensors, config)
         for key in ("rope_theta", "rope_local_base_freq", "rope_scaling"):
@@ -290,6 +297,10 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         if f"tokenizer.ggml.{key}" in file.metadata:
             config[key] = file.metadata[f"tokenizer.ggml.{key}"]
     return config
+
+
+def _or_default(value: Any, default: float) -> Any:
+    return value if isinstance(value, bool) else value or default
 
 
 def _number(value: float) -> float | int:

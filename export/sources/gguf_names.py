@@ -106,9 +106,10 @@ def tensor_names(family: str, layers: int) -> Callable[[str], str | None]:
     def name_of(name: str) -> str | None:
         if (inside := _LAYER.fullmatch(name)) and inside[2] in _IN_LAYERS.get(family, {}):
             return _IN_LAYERS[family][inside[2]].format(inside[1])
+        outer = name.removeprefix("model.")
         for old, new in (*_PREFIXES.get(family, ()), *_RENAMED):
             name = name.replace(old, new)
-        for inner in (name, name.removeprefix("model.")):
+        for inner in (name, name.removeprefix("model."), outer):
             if (stored := names.get_name(inner, try_suffixes=_SUFFIXES)) is not None:
                 return str(stored) if stored.endswith(_SUFFIXES) else f"{stored}{_SUFFIXES[0]}"
         return None
