@@ -20,10 +20,18 @@ from gguf.quants import dequantize
 
 from export.sources.families import expected_shapes, normalise_config
 from export.sources.gguf_blocks import TRANSCODINGS, Transcoding, transcode
-from export.sources.gguf_config import read_config, rope_tables
+from export.sources.gguf_config import FURTHER, read_config, rope_tables
 from export.sources.gguf_file import GGUFFile, GGUFTensor
 from export.sources.gguf_keys import unknown_metadata
-from export.sources.gguf_names import ARCHITECTURES, Index, Place, from_file, place_of, tensor_names
+from export.sources.gguf_names import (
+    ARCHITECTURES,
+    TYPES,
+    Index,
+    Place,
+    from_file,
+    place_of,
+    tensor_names,
+)
 from export.sources.gguf_tokenizer import convert_tokenizer
 from export.sources.source import Checkpoint, check_tensors
 from export.stored import F32, QuantizedForm, QuantizedRows
@@ -63,10 +71,17 @@ class GGUFCheckpoint(Checkpoint):
             "files": [{"name": name, "bytes": size} for name, size in self._file.parts.items()],
             "types": {type_.name: count for type_, count in sorted(types.items())},
         }
+        if family in TYPES:
+            provenance["model_type"] = TYPES[family]
         if digests := checked(meta.get(IN_GGUF, []), str(path)):
             provenance["fused"] = {"adapters": digests}
         super().__init__(family, config, provenance, expected)
         warnings = []
+        if further := meta.get(f"{ARCHITECTURES[family]}.{FURTHER}", 0):
+            warnings.append(
+                f"{path}: its last {further} blocks predict the tokens after the next one, and are "
+                "not read"
+            )
         if unknown:
             warnings.append(
                 f"{path}: {len(unknown)} entries of its metadata are not known and not used: "
@@ -84,7 +99,7 @@ class GGUFCheckpoint(Checkpoint):
                 f"{path} turns positions otherwise where there are more than {longest:,} tokens; "
                 "it is read as a model for sequences of at most so many"
             )
-        self.warnings, self.given = warnings, raw
+        self.warnings, self.given = warnings, {**raw, "model_type": TYPES.get(family, family)}
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         self._check_rows(name, start, stop)
@@ -168,6 +183,10 @@ def _stored_names(
     stored = {name: name_of(name) for name in expected}
     present = {name: own for name, own in stored.items() if own is not None and own in file.tensors}
     others = file.tensors.keys() - set(present.values()) - rope_tables(file)
+    first = config["num_hidden_layers"]
+    count = file.metadata.get(f"{ARCHITECTURES[config['model_type']]}.{FURTHER}", 0)
+    further = tuple(f"blk.{first + number}." for number in range(count))
+    others = {name for name in others if not name.startswith(further)}
     return {**present, **{name: name for name in sorted(others)}}
 
 

@@ -30,8 +30,11 @@ _HEAD_DIMS = (
 # families that may turn a part of each head
 _PART = "partial_rotary_factor"
 _SAME = {"rope_theta": "rotary_emb_base", _PART: "rotary_pct"}  # GPT-NeoX's names
-_PARTIAL = ("glm", "glm4", "phi", "phi3", "nemotron", "stablelm", "qwen3_5")
-_PARTIAL += ("glm4_moe", "solar_open", "minimax", "gpt_neox")
+_PARTIAL = (
+    *("glm", "glm4", "phi", "phi3", "nemotron", "stablelm", "qwen3_5"),
+    *("glm4_moe", "solar_open", "minimax", "gpt_neox"),
+)
+FURTHER = "nextn_predict_layers"  # the last blocks, which predict the tokens after the next one
 _LEARNED_POSITIONS = ("gpt2", "gpt_bigcode")
 _SHARED = "shared_intermediate_size"  # MiniMax's class asks for it, and does not use it
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
@@ -224,7 +227,8 @@ class _Metadata:
 def _config(entries: _Metadata) -> dict[str, Any]:
     file, family, get = entries.file, entries.family, entries.get
     hidden, heads, kv_heads = _widths(entries)
-    head_dim, layers = _head_dim(entries, hidden // heads), get("block_count")
+    head_dim = _head_dim(entries, hidden // heads)
+    layers = get("block_count") - get(FURTHER, 0)
     defaults = _defaults(entries, head_dim)
     config: dict[str, Any] = {
         "model_type": family,

@@ -31,6 +31,7 @@ USED = {IN_GGUF} | _names(
     general: architecture name alignment
     split: count
     ARCH: context_length embedding_length block_count feed_forward_length
+    ARCH: nextn_predict_layers
     ARCH.attention: head_count head_count_kv key_length value_length key_length_swa
     ARCH.attention: value_length_swa layer_norm_rms_epsilon sliding_window sliding_window_pattern
     ARCH.rope: dimension_count dimension_count_swa freq_base freq_base_swa scale_linear

@@ -35,6 +35,8 @@ ARCHITECTURES = {
     **{"glm4_moe": "glm4moe", "solar_open": "glm4moe", "dots1": "dots1", "afmoe": "afmoe"},
     **{"minimax": "minimax-m2", "gpt_neox": "gptneox"},
 }
+# transformers' type of models of a family, where it is not the family's name
+TYPES = {"minimax": "minimax_m2"}
 # entries of a family's files that other ones of the architecture do not have
 _MARKS = {"mixtral": "expert_count", "olmo3": "attention.sliding_window"}
 # families whose heads llama.cpp turns by neighbours, and transformers by halves

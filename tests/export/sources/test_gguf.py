@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +208,18 @@ def test_parts_of_a_file_are_read_together(tmp_path: Path) -> None:
 
 
 def file_of(
-    path: Path, family: str, arrays: dict[str, np.ndarray | Blocks], **changes: Any
+    path: Path,
+    family: str,
+    arrays: dict[str, np.ndarray | Blocks],
+    change: Callable[[gguf.GGUFWriter], None] = lambda _: None,
+    **changes: Any,
 ) -> dict[str, tuple[int, ...]]:
     """A file of a family with these tensors, and zeros for the others; the shapes of all."""
     config = completed_config(family, normalise_config(tiny(family, **changes), family, True))
     shapes, count = expected_shapes(family, config), config["num_hidden_layers"]
     writer, name_of = gguf.GGUFWriter(path, architecture_of(family)), tensor_names(family, count)
     add_metadata(writer, family, config, config["vocab_size"])
+    change(writer)
     for name, table in rope_tables(config).items():
         writer.add_tensor(name, table)
     for name, shape in shapes.items():
@@ -278,6 +283,23 @@ def test_quantized_parts_of_tensors_are_read_each_by_its_layer_and_head(
             expected = in_order(transcode(blocks.rows, blocks.type).values(form), heads, axis)
             found = read.quantized_rows(name, 5, 60).values(form)
             np.testing.assert_array_equal(found, expected[5:60])
+
+
+def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0]["qwen35.block_count"]
+        writer.add_block_count(5)
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor("blk.4.attn_norm.weight", np.zeros(64, np.float32))
+        writer.add_tensor("blk.4.nextn.eh_proj.weight", np.zeros((64, 128), np.float32))
+
+    file_of(path, "qwen3_5", {}, add, rms_norm_eps=1e-6, linear_key_head_dim=16)
+    with open_checkpoint(str(path)) as read:
+        assert read.config["num_hidden_layers"] == 4
+        assert not [name for name in read.names() if ".4." in name]
+        assert "last 1 blocks predict the tokens after the next one" in "".join(read.warnings)
 
 
 def test_quantized_experts_are_read_each_in_its_rows(
