@@ -1,8 +1,8 @@
 """Writes an adapter for llama.cpp, as a GGUF file that goes with the model's own.
 
 llama.cpp scales an adapter's output by alpha / rank, and knows nothing of rsLoRA: the alpha in the
-file is our scale times the rank. Tensors are named after the model's, and the rows of B are in the
-order in which llama.cpp has those of the model.
+file is our scale times the rank. Tensors are named after the model's, and the rows of B and columns
+of A are in the order in which llama.cpp has those of the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gguf import GGUFType, GGUFWriter, Keys, LlamaFileType
 from export.adapters.adapter import Adapter, base_model
 from export.adapters.elsewhere import terms_elsewhere
 from export.sources.gguf_file import is_adapter
-from export.sources.gguf_names import architecture_of, model_rows, tensor_names
+from export.sources.gguf_names import architecture_of, place_of, tensor_names
 from runtime.adapters.names import A, B
 from runtime.core.errors import UsageError
 from runtime.core.files import flush_path, storage_errors
@@ -81,9 +81,13 @@ def _add_tensors(file: GGUFWriter, adapter: Adapter) -> None:
             raise UsageError(f"--to gguf: llama.cpp's {file.arch} has no tensor for {name}")
         times = term.a.shape[1] // manifest.lora.rank  # llama.cpp divides alpha by each rank
         columns = np.ascontiguousarray(term.b.T * np.float32(times))  # (out, r)
-        order = None
-        if not term.lookup:
-            order = model_rows(manifest.family, manifest.config, name, len(columns))
         a = term.a if term.lookup else term.a.T  # (V, r), whose rows are looked up, or (r, in)
+        if not term.lookup:
+            shape = (len(columns), a.shape[1])
+            place = place_of(manifest.family, manifest.config, name, shape)
+            if place.rows is not None:
+                columns = columns[np.argsort(place.rows)]
+            if isinstance(place.columns, np.ndarray):
+                a = a[:, np.argsort(place.columns)]
         file.add_tensor(f"{stored}.{A}", np.ascontiguousarray(a))
-        file.add_tensor(f"{stored}.{B}", columns if order is None else columns[order])
+        file.add_tensor(f"{stored}.{B}", columns)

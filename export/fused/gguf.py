@@ -1,7 +1,8 @@
 """Writes a model as a GGUF file that llama.cpp loads, as its converter would.
 
 Norms and biases are float32. Matrices have the type that is asked for. Gemma's norm weights get
-their 1 added, and the query and key rows of Llama their order in the file.
+their 1 added, the query and key rows of Llama their order in the file, and so on: see
+`export.sources.gguf_names`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from export.fused.gguf_metadata import add_metadata, check_metadata, rope_tables
 from export.fused.gguf_vocabulary import add_vocabulary
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
-from export.sources.families import NORM_NEUTRAL
 from export.sources.gguf_config import entries_of
 from export.sources.gguf_file import is_model
-from export.sources.gguf_names import architecture_of, model_rows, tensor_names
+from export.sources.gguf_names import Place, architecture_of, place_of, tensor_names, to_file
 from export.stored import F32, FloatType, numpy_type
 from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import UsageError
@@ -124,15 +124,18 @@ def _add_tensors(
     """Announce the model's tensors. Returns them in the order in which they are to be written."""
     name_of = tensor_names(model.family, int(model.config["num_hidden_layers"]))
     counts = entries_of(model.family).get("expert_count", "")
-    slices = Slices(sum(math.prod(model.shape(name)) for name in model.names()), progress)
-    tensors: list[_Tensor] = []
+    parts: dict[str, list[str]] = {}  # of a tensor of the file
     for name in model.names():
         stored = name_of(name)
         if stored is None:
             raise UsageError(
                 f"--format gguf: {writer.arch} files have no tensor {name}; use --format hf"
             )
-        shape = model.shape(name)
+        parts.setdefault(stored, []).append(name)
+    shapes = {stored: _place(model, names[0]).shape for stored, names in parts.items()}
+    slices = Slices(sum(map(math.prod, shapes.values())), progress)
+    tensors: list[_Tensor] = []
+    for stored, shape in shapes.items():
         is_exact = len(shape) != 2 or stored.endswith(_EXACT)
         form: FloatType = "float32" if is_exact else dtype
         item = numpy_type(form)
@@ -141,20 +144,32 @@ def _add_tensors(
         stated = (experts, shape[0] // experts, *shape[1:]) if experts else shape
         stated = stated[:2] if stated[2:] == (1,) else stated  # of filters
         writer.add_tensor_info(stored, stated, item, nbytes, _GGML[form][0])
-        parts = slices.bytes_of(name, shape, form, partial(_stored_rows, model, name))
-        tensors.append(_Tensor(nbytes, parts))
+        read = partial(_stored_rows, model, parts[stored], shape)
+        tensors.append(_Tensor(nbytes, slices.bytes_of(stored, shape, form, read)))
     return tensors
 
 
-def _stored_rows(model: FusedCheckpoint, name: str, start: int, stop: int) -> F32:
-    """Rows start:stop of a tensor in the file."""
-    order = model_rows(model.family, model.config, name, model.shape(name)[0])
-    if order is None:
-        values = model.rows(name, start, stop)
-    else:  # rows are moved within their head
-        chosen = order[start:stop]
-        first, last = int(chosen.min()), int(chosen.max())
-        values = model.rows(name, first, last + 1)[chosen - first]
-    if name.endswith("norm.weight"):
-        values = values + np.float32(1 - NORM_NEUTRAL.get(model.family, 1))
+def _place(model: FusedCheckpoint, name: str) -> Place:
+    return place_of(model.family, model.config, name, model.shape(name))
+
+
+def _stored_rows(
+    model: FusedCheckpoint, names: list[str], shape: tuple[int, ...], start: int, stop: int
+) -> F32:
+    """Rows start:stop of a tensor of the file, which has the values of these of the model."""
+    values: F32 = np.empty((stop - start, *shape[1:]), np.float32)
+    for name in names:
+        place = _place(model, name)
+        rows = place.rows
+        held = np.arange(start, stop)  # rows of the model
+        if rows is not None:
+            held = np.flatnonzero((start <= rows) & (rows < stop))
+        for run in np.split(held, np.flatnonzero(np.diff(held) != 1) + 1):
+            if not run.size:
+                continue
+            found = to_file(model.family, name, model.rows(name, run[0], run[-1] + 1))
+            at = (run if rows is None else rows[run]) - start
+            if isinstance(place.columns, np.ndarray):
+                found = found[:, np.argsort(place.columns)]
+            values[at if not isinstance(place.columns, slice) else (at, place.columns)] = found
     return values

@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gguf import GGUFWriter, RopeScalingType
+from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
 
+from export.sources import gguf_gemma4
 from export.sources.families import completed_config, normalise_config
 from export.sources.general import is_neutral_name
 from export.sources.gguf_config import (
+    BY_SIGMOID,
     FACTORS,
+    LISTED,
     OF_SCALING,
     ROPE_FREQS,
+    SIGMOID,
     WINDOWED,
     as_stated,
     entries_of,
@@ -26,6 +30,7 @@ from export.sources.windows import FULL, SLIDING, layer_types, unlike_full
 from export.stored import F32
 from runtime.core.errors import UsageError
 
+_USUAL_EPSILON = 1e-6
 _CLOSE = 1e-6  # of a number that a file has in float32
 # kinds of scalings are refused one by one; the others are sizes that LFM2 computes its own of
 _NOT_COMPARED = {
@@ -63,12 +68,23 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     part = config.get("partial_rotary_factor")
-    writer.add_rope_dimension_count(int(head_dim * (1 if part is None else part)))
+    turned = int(head_dim * (1 if part is None else part))
+    writer.add_rope_dimension_count(turned)
+    if family == "qwen3_5":
+        if config["rms_norm_eps"] != _USUAL_EPSILON:  # which transformers has for them in any case
+            knows = f"{_USUAL_EPSILON}: it takes it for the lengths of queries and keys too"
+            raise _refusal("rms_norm_eps", config["rms_norm_eps"], knows)
+        # of images, whose positions are those of text here
+        pairs = turned // 2
+        writer.add_rope_dimension_sections([*((pairs + 2 - axis) // 3 for axis in range(3)), 0])
     for key, name in entries_of(family).items():
         if config[name] is None:
             raise _refusal(name, None, "a number")
-        add = writer.add_float32 if isinstance(config[name], float) else writer.add_uint32
-        add(f"{writer.arch}.{key}", config[name])
+        value = float(config[name]) if key == "expert_weights_scale" else config[name]
+        adds = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}
+        adds[type(value)](f"{writer.arch}.{key}", value)
+    if family in BY_SIGMOID:
+        writer.add_expert_gating_func(ExpertGatingFuncType(SIGMOID))
     if "rope_theta" in config:
         writer.add_rope_freq_base(float(config["rope_theta"]))
     _add_rope_scaling(writer, family, config)
@@ -79,7 +95,7 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
         writer.add_sliding_window(config["sliding_window"] or 0)
         periods = range(1, len(types) + 2)
         period = next((n for n in periods if layer_types(n, len(types)) == types), 0)
-        if not period:
+        if not period or WINDOWED[family][1] == LISTED:
             writer.add_sliding_window_pattern([kind == SLIDING for kind in types])
         elif period != WINDOWED[family][1]:  # which not all of llama.cpp's versions read
             writer.add_sliding_window_pattern(period)
@@ -105,8 +121,8 @@ def check_metadata(writer: GGUFWriter, family: str, config: dict[str, Any]) -> N
     Raises:
         UsageError: a setting is another one there, since the file cannot say it.
     """
-    if ROPE_FREQS in writer.tensors[0]:
-        return  # Llama's, whose settings are refused one by one: read are published tables alone
+    if ROPE_FREQS in writer.tensors[0] and family == "llama":
+        return  # Llama 3's, whose settings are refused one by one: read are published tables alone
     entries = {key: entry.value for key, entry in writer.kv_data[0].items()}
     raw = read_config(Announced(entries, writer.tensors[0], rope_tables(config)), family)
     again = normalise_config(raw, family, not raw["tie_word_embeddings"])
@@ -123,13 +139,19 @@ def check_metadata(writer: GGUFWriter, family: str, config: dict[str, Any]) -> N
 
 
 def head_dim_of(config: dict[str, Any]) -> int:
-    """The numbers of a head's keys and values."""
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    """The numbers of a head's keys and values, in layers without a window."""
+    return int(
+        config.get("global_head_dim")
+        or config.get("head_dim")
+        or config["hidden_size"] // config["num_attention_heads"]
+    )
 
 
 def rope_tables(config: dict[str, Any]) -> dict[str, F32]:
-    """The tables that files have of Llama 3's scaling, and of LongRoPE, by name."""
+    """The tables that files have of the scalings of Llama 3 and Gemma 4, and of LongRoPE."""
     scaling = config.get("rope_scaling") or {}
+    if isinstance(full := (config.get("rope_parameters") or {}).get(FULL), dict):
+        return {ROPE_FREQS: gguf_gemma4.factors(full, head_dim_of(config))}
     if _type_of(scaling) == "llama3":
         base = float(config["rope_theta"])
         return {ROPE_FREQS: llama3_factors(base, head_dim_of(config), scaling)}
@@ -143,6 +165,10 @@ def rope_tables(config: dict[str, Any]) -> dict[str, F32]:
 def _add_rope_scaling(writer: GGUFWriter, family: str, config: dict[str, Any]) -> None:
     scaling = config.get("rope_scaling") or {}
     kind = _type_of(scaling)
+    if family == "gemma4_text":
+        if kind != "proportional" or {*scaling} - {"rope_type", "partial_rotary_factor"}:
+            raise _refusal(f"rope_parameters of {FULL}", scaling, "proportional, with a part")
+        return
     if kind == "default" or (kind == "llama3" and family == "llama"):
         return
     if kind == "longrope" and family == "phi3":

@@ -16,6 +16,7 @@ from gguf import GGUFWriter
 from export.sources.gguf_tokenizer import (
     BYTE,
     CONTROL,
+    GEMMA,
     NO_VOCABULARY,
     NORMAL,
     SPACE,
@@ -64,7 +65,8 @@ class _Tokenizer(msgspec.Struct):
 class Vocabulary:
     """The entries of a GGUF file about a tokenizer.
 
-    `scores` are those of SentencePiece (model "llama"), `merges` those of byte-level BPE ("gpt2").
+    `scores` are those of SentencePiece (model "llama"), `merges` those of byte-level BPE ("gpt2")
+    and of Gemma 4 ("gemma4").
     """
 
     model: str
@@ -86,6 +88,7 @@ class Vocabulary:
         writer.add_token_types(self.types)
         if self.scores is not None:
             writer.add_token_scores(self.scores)
+        if self.model != "gpt2":
             writer.add_add_space_prefix(self.space_prefix)
         if self.merges is not None:
             writer.add_token_merges(self.merges)
@@ -108,18 +111,18 @@ def add_vocabulary(writer: GGUFWriter, files: dict[str, bytes], size: int) -> No
     if not files:
         writer.add_tokenizer_model(NO_VOCABULARY)
         return
-    read_vocabulary(files, size).add_to(writer)
+    read_vocabulary(files, size, writer.arch).add_to(writer)
 
 
-def read_vocabulary(files: dict[str, bytes], size: int) -> Vocabulary:
-    """The vocabulary in a tokenizer's files by name. Raises as above."""
+def read_vocabulary(files: dict[str, bytes], size: int, arch: str = "") -> Vocabulary:
+    """The vocabulary in a tokenizer's files by name, for an architecture. Raises as above."""
     try:
-        return _read(files, size)
+        return _read(files, size, arch)
     except (AttributeError, KeyError, TypeError, ValueError) as problem:  # parts of other forms
         raise _refusal(f"its files are of another form: {problem!r:.80}") from None
 
 
-def _read(files: dict[str, bytes], size: int) -> Vocabulary:
+def _read(files: dict[str, bytes], size: int, arch: str) -> Vocabulary:
     if "tokenizer.json" not in files:
         raise _refusal(f"there is no tokenizer.json, but {', '.join(sorted(files))}")
     try:
@@ -145,10 +148,12 @@ def _read(files: dict[str, bytes], size: int) -> Vocabulary:
     merges = [
         merge if isinstance(merge, tuple) else _pair(merge) for merge in tokenizer.model.merges
     ]
+    texts = [f"{left} {right}" for left, right in merges]
     if any(part.get("type") == "ByteLevel" for part in _parts(tokenizer.pre_tokenizer)):
-        texts = [f"{left} {right}" for left, right in merges]
         return Vocabulary("gpt2", _pre(tokenizer), **shared, merges=texts)
     prefix = _space_prefix(tokenizer)
+    if arch == GEMMA and not prefix and shared["adds"]["bos"]:  # as llama.cpp has them in any case
+        return Vocabulary(GEMMA, GEMMA, **shared, merges=texts)
     scores = _scores(tokens, types, merges)
     return Vocabulary("llama", "default", **shared, scores=scores, space_prefix=prefix)
 

@@ -42,7 +42,7 @@ _OF_THE_SOURCE = (
 )
 
 # settings of mlx-lm's classes alone, which do not read them where there is a list by layer
-_OF_MLX_LM = {
+OF_MLX_LM = {
     "gemma4_text": (
         *("global_partial_rotary_factor", "partial_rotary_factor", "sliding_window_pattern"),
     ),
@@ -115,7 +115,7 @@ def transformers_config(
         for key, value in completed_config(family, config).items()
         if key not in _OF_THE_SOURCE
     }
-    for name in _OF_MLX_LM.get(family, ()):
+    for name in OF_MLX_LM.get(family, ()):
         settings.pop(name, None)
     if pattern := settings.get("sliding_window_pattern"):
         settings["layer_types"] = layer_types(pattern, settings["num_hidden_layers"])

@@ -1,8 +1,9 @@
 """A GGUF file as a checkpoint, with the changes of llama.cpp's converter undone.
 
-The converter renames the tensors, adds 1 to Gemma's norm weights, and reorders the query and key
-rows of llama. All three are undone here, so that rows equal those of the original checkpoint, up to
-the file's quantization. Quantized rows are reordered alike; the norms are never quantized.
+The converter renames the tensors, adds 1 to Gemma's norm weights, reorders the query and key rows
+of llama, and so on: see `gguf_names`. All this is undone here, so that rows equal those of the
+original checkpoint, up to the file's quantization. Quantized rows are reordered alike; the norms
+are never quantized.
 """
 
 from __future__ import annotations
@@ -14,16 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from export.sources.families import NORM_NEUTRAL, expected_shapes, normalise_config
+from export.sources.families import expected_shapes, normalise_config
 from export.sources.gguf_blocks import TRANSCODINGS, Transcoding, transcode
-from export.sources.gguf_config import read_config, rope_tables
+from export.sources.gguf_config import FURTHER, read_config, rope_tables
 from export.sources.gguf_file import GGUFFile, GGUFTensor
 from export.sources.gguf_keys import unknown_metadata
-from export.sources.gguf_names import ARCHITECTURES, stored_rows, tensor_names
+from export.sources.gguf_names import (
+    ARCHITECTURES,
+    TYPES,
+    Index,
+    Place,
+    from_file,
+    place_of,
+    tensor_names,
+)
 from export.sources.gguf_tokenizer import convert_tokenizer
 from export.sources.source import Checkpoint, check_tensors
 from export.stored import F32, QuantizedForm, QuantizedRows
@@ -49,8 +57,11 @@ class GGUFCheckpoint(Checkpoint):
         for name, stored in self._stored.items():
             self._file.tensors[stored] = _flat(self._file.tensors[stored], expected.get(name, ()))
         shapes = {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
+        for name in shapes.keys() & expected.keys():
+            if shapes[name] == place_of(family, config, name, expected[name]).shape:
+                shapes[name] = expected[name]  # a part of a tensor of all layers, or all of it
         check_tensors(str(path), expected, shapes)
-        types = Counter(self._file.tensors[stored].type for stored in self._stored.values())
+        types = Counter(self._file.tensors[stored].type for stored in {*self._stored.values()})
         for type_ in types:
             _check_readable(type_, path)
         provenance = {
@@ -60,10 +71,17 @@ class GGUFCheckpoint(Checkpoint):
             "files": [{"name": name, "bytes": size} for name, size in self._file.parts.items()],
             "types": {type_.name: count for type_, count in sorted(types.items())},
         }
+        if family in TYPES:
+            provenance["model_type"] = TYPES[family]
         if digests := checked(meta.get(IN_GGUF, []), str(path)):
             provenance["fused"] = {"adapters": digests}
         super().__init__(family, config, provenance, expected)
         warnings = []
+        if further := meta.get(f"{ARCHITECTURES[family]}.{FURTHER}", 0):
+            warnings.append(
+                f"{path}: its last {further} blocks predict the tokens after the next one, and are "
+                "not read"
+            )
         if unknown:
             warnings.append(
                 f"{path}: {len(unknown)} entries of its metadata are not known and not used: "
@@ -81,13 +99,14 @@ class GGUFCheckpoint(Checkpoint):
                 f"{path} turns positions otherwise where there are more than {longest:,} tokens; "
                 "it is read as a model for sequences of at most so many"
             )
-        self.warnings, self.given = warnings, raw
+        self.warnings, self.given = warnings, {**raw, "model_type": TYPES.get(family, family)}
 
     def rows(self, name: str, start: int, stop: int) -> F32:
-        values = self._file.rows(self._stored[name], self._index(name, start, stop))
-        if name.endswith("norm.weight"):
-            values -= 1 - np.float32(NORM_NEUTRAL.get(self.family, 1))
-        return values
+        self._check_rows(name, start, stop)
+        place = self._place(name)
+        index = place.row_index(start, stop)
+        values = self._file.rows(self._stored[name], index, place.columns)
+        return from_file(self.family, name, values)
 
     def quantized_form(self, name: str) -> QuantizedForm | None:
         transcoding = self._transcoding(name)
@@ -98,11 +117,18 @@ class GGUFCheckpoint(Checkpoint):
         return transcoding is not None and transcoding.is_exact
 
     def quantized_rows(self, name: str, start: int, stop: int) -> QuantizedRows:
-        index = self._index(name, start, stop)
-        if self._transcoding(name) is None:
+        self._check_rows(name, start, stop)
+        transcoding = self._transcoding(name)
+        if transcoding is None:
             return super().quantized_rows(name, start, stop)
-        stored = self._stored[name]
-        return transcode(self._file.stored_rows(stored, index), self._file.tensors[stored].type)
+        stored, place = self._stored[name], self._place(name)
+        part = place.columns if isinstance(place.columns, slice) else None
+        octets = self._file.stored_rows(stored, place.row_index(start, stop), part)
+        rows = transcode(octets, self._file.tensors[stored].type)
+        if not isinstance(place.columns, np.ndarray):
+            return rows
+        size = transcoding.form.group_size
+        return _with_groups(rows, place.columns[::size] // size)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         return convert_tokenizer(self._file.metadata, str(self.provenance["name"]))
@@ -114,13 +140,24 @@ class GGUFCheckpoint(Checkpoint):
     def _transcoding(self, name: str) -> Transcoding | None:
         if len(self.shape(name)) != 2:
             return None
-        return TRANSCODINGS.get(self._file.tensors[self._stored[name]].type)
+        found = TRANSCODINGS.get(self._file.tensors[self._stored[name]].type)
+        if found is not None and isinstance(columns := self._place(name).columns, np.ndarray):
+            runs = columns.reshape(-1, found.form.group_size)
+            return found if (np.diff(runs) == 1).all() else None
+        return found
 
-    def _index(self, name: str, start: int, stop: int) -> npt.NDArray[np.intp] | slice:
-        """The indices in the file of rows start:stop of a tensor."""
-        rows = self._check_rows(name, start, stop)[0]
-        order = stored_rows(self.family, self.config, name, rows)
-        return slice(start, stop) if order is None else order[start:stop]
+    def _place(self, name: str) -> Place:
+        return place_of(self.family, self.config, name, self.shape(name))
+
+
+def _with_groups(rows: QuantizedRows, order: Index) -> QuantizedRows:
+    """Rows whose groups of columns stand in another order: group i is their `order[i]`."""
+    words = rows.words.reshape(len(rows.words), len(order), -1)[:, order]
+    return QuantizedRows(
+        np.ascontiguousarray(words).reshape(rows.words.shape),
+        np.ascontiguousarray(rows.scales[:, order]),
+        None if rows.biases is None else np.ascontiguousarray(rows.biases[:, order]),
+    )
 
 
 def _flat(tensor: GGUFTensor, expected: tuple[int, ...]) -> GGUFTensor:
@@ -146,6 +183,10 @@ def _stored_names(
     stored = {name: name_of(name) for name in expected}
     present = {name: own for name, own in stored.items() if own is not None and own in file.tensors}
     others = file.tensors.keys() - set(present.values()) - rope_tables(file)
+    first = config["num_hidden_layers"]
+    count = file.metadata.get(f"{ARCHITECTURES[config['model_type']]}.{FURTHER}", 0)
+    further = tuple(f"blk.{first + number}." for number in range(count))
+    others = {name for name in others if not name.startswith(further)}
     return {**present, **{name: name for name in sorted(others)}}
 
 

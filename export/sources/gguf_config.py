@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from export.sources import gguf_gemma4
+from export.sources.families import OF_MLX_LM
 from export.sources.general import settings_class
 from export.sources.gguf_names import ARCHITECTURES, family_of
 from export.sources.windows import FULL, SLIDING, layer_types
@@ -17,7 +19,7 @@ from runtime.core.errors import BundleError
 # tables that files have instead of metadata: Llama 3's, and those of LongRoPE
 ROPE_FREQS = "rope_freqs.weight"
 FACTORS = {f"{length}_factor": f"rope_factors_{length}.weight" for length in ("short", "long")}
-_TABLES = {"llama": {ROPE_FREQS}, "phi3": {*FACTORS.values()}}
+_TABLES = {"phi3": {*FACTORS.values()}, "llama": {ROPE_FREQS}, "gemma4_text": {ROPE_FREQS}}
 
 _ROPE_SCALINGS = frozenset({"linear", "yarn"})
 _ATTENTION_FACTOR = "rope.scaling.attn_factor"
@@ -26,7 +28,15 @@ _HEAD_DIMS = (
     *("rope.dimension_count", "rope.dimension_count_swa"),
 )
 # families that may turn a part of each head
-_PARTIAL = ("glm", "glm4", "phi", "phi3", "nemotron", "stablelm")
+_PART = "partial_rotary_factor"
+_SAME = {"rope_theta": "rotary_emb_base", _PART: "rotary_pct"}  # GPT-NeoX's names
+_PARTIAL = (
+    *("glm", "glm4", "phi", "phi3", "nemotron", "stablelm", "qwen3_5"),
+    *("glm4_moe", "solar_open", "minimax", "gpt_neox"),
+)
+FURTHER = "nextn_predict_layers"  # the last blocks, which predict the tokens after the next one
+_LEARNED_POSITIONS = ("gpt2", "gpt_bigcode")
+_SHARED = "shared_intermediate_size"  # MiniMax's class asks for it, and does not use it
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _LOCAL = {**_EXPERTS, "expert_count": "num_local_experts"}
 _SCALES = {
@@ -35,6 +45,16 @@ _SCALES = {
 }
 _OWN_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
 _SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_SHARING = {
+    **{**_EXPERTS, **_OWN_WIDTH, "expert_count": "n_routed_experts"},
+    **{"expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor"},
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_norm": "norm_topk_prob",
+}
+# families whose routers have a sigmoid, and the number that files have for it
+BY_SIGMOID = ("glm4_moe", "solar_open", "dots1", "afmoe", "minimax")
+SIGMOID = 2
+_INNER = "linear_inner_size"  # of all heads of values
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 # a family's entries beside the sizes -> transformers' names of the settings
 _OTHERS = {
@@ -45,10 +65,26 @@ _OTHERS = {
     "gemma2": dict(zip(_CAPS, _CAPS, strict=True)),
     **{"cohere": {"logit_scale": "logit_scale"}, "cohere2": {"logit_scale": "logit_scale"}},
     "lfm2": {"shortconv.l_cache": "conv_L_cache"},
+    "gemma4_text": gguf_gemma4.ENTRIES,
+    **dict.fromkeys(("glm4_moe", "solar_open", "dots1"), _SHARING),
+    "afmoe": {
+        **_EXPERTS,
+        **_OWN_WIDTH,
+        **{"expert_shared_count": "num_shared_experts", "expert_weights_scale": "route_scale"},
+        **{"leading_dense_block_count": "num_dense_layers", "expert_weights_norm": "route_norm"},
+    },
+    "minimax": {**_LOCAL, "expert_feed_forward_length": "intermediate_size"},
+    "gpt_neox": {"use_parallel_residual": "use_parallel_residual"},
+    "qwen3_5": {
+        **{"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim"},
+        **{"ssm.group_count": "linear_num_key_heads", "ssm.inner_size": _INNER},
+        "ssm.time_step_rank": "linear_num_value_heads",
+        "full_attention_interval": "full_attention_interval",
+    },
 }
 # the epsilon of a family's norms, where it is not `rms_norm_eps`: with a mean, and without
 _LAYER_NORMS = {
-    **dict.fromkeys(("cohere", "cohere2", "phi", "stablelm"), "layer_norm_eps"),
+    **dict.fromkeys(("cohere", "cohere2", "phi", "stablelm", "gpt_neox"), "layer_norm_eps"),
     **dict.fromkeys(("gpt2", "gpt_bigcode"), "layer_norm_epsilon"),
     **{"starcoder2": "norm_epsilon", "nemotron": "norm_eps"},
 }
@@ -72,10 +108,14 @@ _ALIKE = ("qwen2", "qwen3", "gemma3_text")  # with biases, or without, in every 
 _CONVOLUTION = "conv"  # a type of layer
 # the one size of each whose attention is not scaled by its head dimension
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
-_LOCAL_BASE = {"gemma3_text": 1e4}  # the base of positions in its layers with windows
+_LOCAL_BASE = dict.fromkeys(
+    ("gemma3_text", "gemma4_text"), 1e4
+)  # the base of positions in its layers with windows
 # families with windows -> the width without an entry, and one in how many layers has none
 WINDOWED = {"gemma2": (4096, 2), "gemma3_text": (0, 6), "gpt_oss": (0, 2)}
-WINDOWED |= {"exaone4": (4096, 4), **dict.fromkeys(("cohere2", "olmo3"), (0, 4))}
+WINDOWED |= {"exaone4": (4096, 4), **dict.fromkeys(("cohere2", "olmo3", "afmoe"), (0, 4))}
+LISTED = 0  # in place of one in so many: files list the layers
+WINDOWED["gemma4_text"] = (0, LISTED)
 _EXAONE_32B_LAYERS = 64  # the one size that has them
 
 
@@ -107,17 +147,30 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     stated = {**config, **{name: config[own] for name, own in names if own in config}}
     width = stated.get("n_inner") or 4 * stated["hidden_size"]
     stated.setdefault("intermediate_size", width)  # GPT-2's
-    if "shared_intermediate_size" in stated:  # Granite 4's, which then has no experts
-        stated["intermediate_size"] = stated["shared_intermediate_size"]
+    if _SHARED in stated and family != "minimax":  # Granite 4's, which then has no experts
+        stated["intermediate_size"] = stated[_SHARED]
     if stated.get("block_auto_adjust_ff_dim"):
         part = stated["block_multiple_of"]
         width = int(stated["block_ffn_dim_multiplier"] * int(2 * stated["intermediate_size"] / 3))
         width = -(-width // part) * part
         stated |= {"intermediate_size": width, "block_auto_adjust_ff_dim": False}
+    for name in OF_MLX_LM.get(family, ()):
+        stated.pop(name, None)
+    if family == "gemma4_text":
+        stated |= gguf_gemma4.stated(stated)
+    for name, same in _SAME.items():
+        if same in stated:
+            stated[name] = stated.pop(same)
+    if family == "minimax":
+        stated[_PART] = stated.pop("rotary_dim") / stated["head_dim"]
+        stated.pop(_SHARED, None)
+    if "linear_value_head_dim" in stated:
+        heads = stated["linear_num_value_heads"]
+        stated[_INNER] = stated["linear_value_head_dim"] * heads
     if nested := stated.pop("rope_parameters", None):
-        stated |= {"rope_theta": nested["rope_theta"], "rope_scaling": {**nested}}
-        for key in ("rope_theta", "max_position_embeddings"):
-            stated["rope_scaling"].pop(key, None)
+        stated |= {key: nested[key] for key in ("rope_theta", _PART) if key in nested}
+        apart = ("rope_theta", "max_position_embeddings", _PART)
+        stated["rope_scaling"] = {key: nested[key] for key in nested if key not in apart}
     if pattern := stated.get("sliding_window_pattern"):
         stated["layer_types"] = layer_types(pattern, stated["num_hidden_layers"])
     if _CONVOLUTION in (types := stated.get("layer_types") or ()):
@@ -174,7 +227,8 @@ class _Metadata:
 def _config(entries: _Metadata) -> dict[str, Any]:
     file, family, get = entries.file, entries.family, entries.get
     hidden, heads, kv_heads = _widths(entries)
-    head_dim, layers = _head_dim(entries, hidden // heads), get("block_count")
+    head_dim = _head_dim(entries, hidden // heads)
+    layers = get("block_count") - get(FURTHER, 0)
     defaults = _defaults(entries, head_dim)
     config: dict[str, Any] = {
         "model_type": family,
@@ -185,7 +239,7 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         **{
-            name: _number(get(key, defaults.get(key)) or defaults.get(key, 0))
+            name: _number(_or_default(get(key, defaults.get(key)), defaults.get(key, 0)))
             for key, name in entries_of(family).items()
         },
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
@@ -202,8 +256,14 @@ def _config(entries: _Metadata) -> dict[str, Any]:
     if family not in _ALIKE:
         for setting, names in _TOLD_BY.items():
             config[setting] = any(f"blk.0.{name}.bias" in file.tensors for name in names)
-    if family in _PARTIAL:
-        config["partial_rotary_factor"] = get("rope.dimension_count", head_dim) / head_dim
+    if family in BY_SIGMOID and (given := get("expert_gating_func", SIGMOID)) != SIGMOID:
+        raise entries.refusal("expert_gating_func", given, f"it must be {SIGMOID}, a sigmoid")
+    if family == "afmoe":
+        config["mup_enabled"] = True
+    if family == "minimax":
+        config |= {"rotary_dim": get("rope.dimension_count", head_dim), _SHARED: 0}
+    elif family in _PARTIAL:
+        config[_PART] = get("rope.dimension_count", head_dim) / head_dim
     if family in _GEMMA_27B_LAYERS:
         large = layers == _GEMMA_27B_LAYERS[family]
         config["query_pre_attn_scalar"] = hidden // heads if large else head_dim
@@ -221,6 +281,16 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         if window < config["max_position_embeddings"]:
             way_out = "to train on sequences within it, set context_length to at most its width"
             raise entries.refusal("attention.sliding_window", window, way_out)
+    if family == "gpt_neox":
+        config |= {same: config.pop(name) for name, same in _SAME.items()}
+    if family in _LEARNED_POSITIONS:
+        del config["rope_theta"], config["head_dim"]
+    if family == "gemma4_text":
+        config |= gguf_gemma4.settings(get, file.tensors, config)
+        for key in ("rope_theta", "rope_local_base_freq", "rope_scaling"):
+            del config[key]
+    if family == "qwen3_5":
+        config["linear_value_head_dim"] = config.pop(_INNER) // config["linear_num_value_heads"]
     if family in _NORMED:
         config["norm_topk_prob"] = _NORMED[family]
     if family == "lfm2":  # says the heads of each layer, none for convolutions
@@ -233,6 +303,10 @@ def _config(entries: _Metadata) -> dict[str, Any]:
     return config
 
 
+def _or_default(value: Any, default: float) -> Any:
+    return value if isinstance(value, bool) else value or default
+
+
 def _number(value: float) -> float | int:
     """A value of float32 as it was written."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
@@ -240,12 +314,16 @@ def _number(value: float) -> float | int:
 
 def _defaults(entries: _Metadata, head_dim: int) -> dict[str, float]:
     """What llama.cpp takes where a file lacks one of these entries, or has 0."""
-    width, get = entries.get("feed_forward_length"), entries.get
+    width, get = np.max(entries.get("feed_forward_length")), entries.get
     return {
         **{"embedding_scale": 1.0, "residual_scale": 1.0, "attention.scale": head_dim**-0.5},
         **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         "expert_feed_forward_length": width // max(1, get("expert_used_count", 1)),
         "expert_shared_feed_forward_length": width,
+        **{"expert_weights_scale": 1.0, "expert_weights_norm": False, "expert_shared_count": 0},
+        **{"leading_dense_block_count": 0, "use_parallel_residual": True},
+        **({"full_attention_interval": 4} if entries.family == "qwen3_5" else {}),
+        **(gguf_gemma4.DEFAULTS if entries.family == "gemma4_text" else {}),
     }
 
 
@@ -267,7 +345,7 @@ def _widths(entries: _Metadata) -> tuple[int, int, int]:
     """The width of the hidden state, the heads of queries, and those of keys and values."""
     hidden, heads = entries.get("embedding_length"), entries.get("attention.head_count")
     kv_heads = entries.get("attention.head_count_kv", heads)
-    if entries.family == "lfm2":
+    if entries.family in ("lfm2", "gemma4_text"):  # who say them of each layer
         kv_heads = int(np.max(kv_heads))
     if "token_embd.weight" not in entries.file.tensors:
         raise BundleError(f"{entries.where}: token_embd.weight is missing")
@@ -285,6 +363,8 @@ def _head_dim(entries: _Metadata, default: int) -> int:
     head_dim: int = entries.get("attention.key_length", default)
     for key in _HEAD_DIMS:
         if key == "rope.dimension_count" and entries.family in _PARTIAL:
+            continue
+        if key.endswith("_swa") and entries.family == "gemma4_text":
             continue
         if (given := entries.get(key, head_dim)) != head_dim:
             must = f"values, keys and positions must have the {head_dim} numbers of a head's keys"
@@ -358,8 +438,10 @@ def _longrope(entries: _Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def _tabled_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any]:
-    """The scaling of Llama 3 that a file's table was made by."""
+    """The scaling of Llama 3, or of Gemma 4, that a file's table was made by."""
     factors = entries.file.rows(ROPE_FREQS, slice(None))
+    if entries.family == "gemma4_text":
+        return gguf_gemma4.scaling_of(factors)
     scaling = {
         **{"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0},
         **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},

@@ -119,17 +119,32 @@ class GGUFFile:
                 f"{self.metadata['split.tensors.count']}; download all parts again"
             )
 
-    def rows(self, name: str, index: npt.NDArray[np.intp] | slice) -> F32:
-        """Dequantized rows of a tensor, (n, in) or, for a vector, (n,); a fresh array."""
-        tensor = self.tensors[name]
-        stored = self.stored_rows(name, index)
+    def rows(
+        self,
+        name: str,
+        index: npt.NDArray[np.intp] | slice,
+        columns: npt.NDArray[np.intp] | slice | None = None,
+    ) -> F32:
+        """Dequantized rows of a tensor, (n, in) or, for a vector, (n,); a fresh array.
+
+        With `columns`, those alone.
+        """
+        tensor, is_part = self.tensors[name], isinstance(columns, slice)
+        stored = self.stored_rows(name, index, columns if isinstance(columns, slice) else None)
+        shape = (-1,) if is_part else tensor.shape[1:]
         if stored.shape[0] == 0:
             return np.empty((0, *tensor.shape[1:]), np.float32)
         numbers: F32 = np.asarray(dequantize(stored, tensor.type), np.float32)
-        return numbers.reshape(stored.shape[0], *tensor.shape[1:])
+        numbers = numbers.reshape(stored.shape[0], *shape)
+        return numbers if is_part or columns is None else numbers[:, columns]
 
-    def stored_rows(self, name: str, index: npt.NDArray[np.intp] | slice) -> npt.NDArray[np.uint8]:
-        """Rows of a tensor as the file has them, (n, bytes of a row); a fresh array."""
+    def stored_rows(
+        self, name: str, index: npt.NDArray[np.intp] | slice, columns: slice | None = None
+    ) -> npt.NDArray[np.uint8]:
+        """Rows of a tensor as the file has them, (n, bytes of a row); a fresh array.
+
+        With `columns`, the bytes of those alone. Raises BundleError if they are not whole blocks.
+        """
         tensor = self.tensors[name]
         count = tensor.shape[0]
         table = np.frombuffer(
@@ -138,6 +153,15 @@ class GGUFFile:
             count=count * tensor.row_bytes,
             offset=tensor.start_byte,
         ).reshape(count, tensor.row_bytes)
+        if columns is not None:
+            values, octets = GGML_QUANT_SIZES[tensor.type]
+            if columns.start % values or columns.stop % values:
+                raise BundleError(
+                    f"{self._path}: {name} is {tensor.type.name}, in whose blocks of {values} "
+                    f"columns {columns.start} to {columns.stop} of a layer do not begin and end; "
+                    "take a file of another type, such as Q8_0"
+                )
+            table = table[:, columns.start // values * octets : columns.stop // values * octets]
         return np.array(table[index])  # contiguous and aligned, whatever the file does
 
     def _tensor(self, name: str, shape: tuple[int, ...], type_: int, start: int) -> GGUFTensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from export.sources.gguf_config import OF_SCALING, entries_of
+from export.sources.gguf_config import BY_SIGMOID, OF_SCALING, entries_of
 from export.sources.gguf_names import ARCHITECTURES
 from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import BundleError
@@ -31,6 +31,7 @@ USED = {IN_GGUF} | _names(
     general: architecture name alignment
     split: count
     ARCH: context_length embedding_length block_count feed_forward_length
+    ARCH: nextn_predict_layers
     ARCH.attention: head_count head_count_kv key_length value_length key_length_swa
     ARCH.attention: value_length_swa layer_norm_rms_epsilon sliding_window sliding_window_pattern
     ARCH.rope: dimension_count dimension_count_swa freq_base freq_base_swa scale_linear
@@ -95,6 +96,8 @@ _VALUES: dict[_Neutral, str] = {
         ARCH: *
     """,
 }
+# of families whose positions have several axes, which for text are the same
+_OF_IMAGES = {"qwen3_5": ("rope.dimension_sections",)}
 FIXED = {name: values for values, names in _VALUES.items() for name in sorted(_names(names))}
 
 
@@ -116,7 +119,9 @@ def unknown_metadata(metadata: dict[str, Any], family: str, where: str) -> list[
 
     Raises BundleError for an entry that would have to be computed, and is not.
     """
-    own = {f"ARCH.{key}" for key in (*entries_of(family), *OF_SCALING.get(family, ()))}
+    of_family = (*entries_of(family), *OF_SCALING.get(family, ()), *_OF_IMAGES.get(family, ()))
+    of_family += ("expert_gating_func",) if family in BY_SIGMOID else ()
+    own = {f"ARCH.{key}" for key in of_family}
     unknown = []
     arch = ARCHITECTURES[family]
     for key, value in metadata.items():

@@ -1,7 +1,8 @@
 """Converts the vocabulary in a GGUF file's metadata to Hugging Face tokenizer files.
 
-There are two sorts: SentencePiece ("llama"), whose merges follow from the scores of its tokens, and
-byte-level BPE ("gpt2"), whose merges are stored. Invariant: a token has the same id in both.
+There are three sorts: SentencePiece ("llama"), whose merges follow from scores of its tokens,
+byte-level BPE ("gpt2"), whose merges are stored, and Gemma 4's, SentencePiece with merges.
+Invariant: a token has the same id in both.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from runtime.data.tokenizer_files import CONFIG, GENERATION, VOCABULARY
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 NO_VOCABULARY = "no_vocab"  # tokenizer.ggml.model of files without one
+GEMMA = "gemma4"
 SPACE = "▁"
 # special tokens as Hugging Face names them -> as GGUF files do, one of them misspelled
 NAMED = {
@@ -48,10 +50,12 @@ class Split:
 
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_MARKED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # tokenizer.ggml.pre -> split
 SPLITS = {
     "qwen2": Split(_WORDS + r"\p{N}" + _REST, nfc=True),
+    "qwen35": Split(_MARKED + _REST.replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}"), nfc=True),
     "llama-bpe": Split(_WORDS + r"\p{N}{1,3}" + _REST, ignore_merges=True, add_bos=True),
     "smaug-bpe": Split(_WORDS + r"\p{N}{1,3}" + _REST),
     "smollm": Split(digits=True),
@@ -97,16 +101,17 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
     types = [int(t) for t in metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))]
     if not tokens or len(types) != len(tokens):
         raise BundleError(f"{where}: {len(tokens)} tokens with {len(types)} token types")
-    if model == "llama":
+    if model in ("llama", GEMMA):
         tokenizer, default_bos = _sentencepiece(metadata, tokens, types, where), True
     elif model == "gpt2":
         split = _split(metadata, where)
-        merges = metadata.get("tokenizer.ggml.merges")
-        tokenizer, default_bos = _byte_level(tokens, merges, split, where), split.add_bos
+        vocabulary = _vocabulary(tokens)
+        merges = _merges(metadata, vocabulary, where)
+        tokenizer, default_bos = _byte_level(vocabulary, merges, split), split.add_bos
     else:
         raise BundleError(
             f"{where}: vocabularies of model {model!r} are not supported; "
-            "supported are llama (SentencePiece) and gpt2 (byte-level BPE)"
+            f"supported are llama (SentencePiece), {GEMMA} and gpt2 (byte-level BPE)"
         )
     special = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
     tokenizer.add_tokens(
@@ -197,14 +202,17 @@ def _sentencepiece(
     metadata: dict[str, Any], tokens: Sequence[str], types: Sequence[int], where: str
 ) -> Tokenizer:
     """BPE with byte fallback. Spaces become "▁"; with add_space_prefix the text gets another."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise BundleError(f"{where}: the vocabulary needs a score for each token")
     vocabulary = _vocabulary(tokens)
-    merges = derive_merges(
-        [t for t, type_ in zip(tokens, types, strict=True) if type_ == NORMAL],
-        [float(s) for s, type_ in zip(scores, types, strict=True) if type_ == NORMAL],
-    )
+    if metadata["tokenizer.ggml.model"] == GEMMA:
+        merges = _merges(metadata, vocabulary, where)
+    else:
+        scores = metadata.get("tokenizer.ggml.scores")
+        if scores is None or len(scores) != len(tokens):
+            raise BundleError(f"{where}: the vocabulary needs a score for each token")
+        merges = derive_merges(
+            [t for t, type_ in zip(tokens, types, strict=True) if type_ == NORMAL],
+            [float(s) for s, type_ in zip(scores, types, strict=True) if type_ == NORMAL],
+        )
     has_bytes = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     tokenizer = Tokenizer(
         models.BPE(
@@ -243,19 +251,27 @@ def derive_merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[
     return merges
 
 
-def _byte_level(
-    tokens: Sequence[str], stored: Sequence[str] | None, split: Split, where: str
-) -> Tokenizer:
-    """Byte-level BPE with the merges that the file stores."""
+def _merges(
+    metadata: dict[str, Any], vocabulary: dict[str, int], where: str
+) -> list[tuple[str, str]]:
+    """The merges that the file stores."""
+    stored: Sequence[str] | None = metadata.get("tokenizer.ggml.merges")
     if stored is None:
-        raise BundleError(f"{where}: a gpt2 vocabulary needs tokenizer.ggml.merges")
-    vocabulary = _vocabulary(tokens)
+        kind = metadata["tokenizer.ggml.model"]
+        raise BundleError(f"{where}: a {kind} vocabulary needs tokenizer.ggml.merges")
     merges: list[tuple[str, str]] = []
     for line in stored:
         left, _, right = line.partition(" ")
         if not {left, right, left + right} <= vocabulary.keys():
             raise BundleError(f"{where}: the merge {line!r} has parts that are no tokens")
         merges.append((left, right))
+    return merges
+
+
+def _byte_level(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], split: Split
+) -> Tokenizer:
+    """Byte-level BPE."""
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.ignore_merges)
     )

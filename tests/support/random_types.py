@@ -21,7 +21,10 @@ _IN_LLAMA_CPP: dict[str, dict[str, object]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "gemma2": {"query_pre_attn_scalar": 16},
     "olmoe": {"num_key_value_heads": 4},
+    "dots1": {"num_key_value_heads": 4},
     "gpt_oss": {"rope_parameters": _YARN},
+    "afmoe": {"mup_enabled": True},
+    "qwen3_5": {"linear_key_head_dim": 16, "rms_norm_eps": 1e-6},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
 }
 

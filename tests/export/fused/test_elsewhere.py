@@ -25,7 +25,7 @@ from export.bundle import export_bundle
 from export.fused.checkpoint import write_checkpoint
 from export.fused.gguf import write_gguf
 from export.fused.model import FusedCheckpoint
-from export.sources.gguf_names import ARCHITECTURES
+from export.sources.gguf_names import ARCHITECTURES, TYPES
 
 CLOSE = 1e-3
 TOKENS = 40  # longer than the windows of the tiny Gemma
@@ -62,7 +62,13 @@ def test_llama_cpp_loads_the_file(tiny: Tiny, tmp_path: Path, rng: Rng, family: 
 
 
 # llama.cpp's GELU is a table of float16, and Gemma's factor is rounded in a bundle
-WIDER = dict.fromkeys(("starcoder2", "gemma", "gemma2", "gpt2", "phi", "gpt_bigcode"), CLOSE)
+WIDER = dict.fromkeys(
+    (
+        *("starcoder2", "gemma", "gemma2", "gemma4_text", "gpt2", "phi", "gpt_bigcode"),
+        "gpt_neox",
+    ),
+    CLOSE,
+)
 
 
 @pytest.mark.slow
@@ -71,7 +77,8 @@ def test_llama_cpp_computes_every_architecture_as_here(tmp_path: Path, rng: Rng)
     interpreter(*LLAMA)
     ours = {}
     for model_type in ARCHITECTURES:
-        bundle = random_bundle(tmp_path / f"bundle of {model_type}", model_type)
+        kind = TYPES.get(model_type, model_type)
+        bundle = random_bundle(tmp_path / f"bundle of {model_type}", kind)
         tokens = rng.integers(3, bundle.manifest.vocab_size, TOKENS)
         (tmp_path / model_type).mkdir()
         adapters = saved_adapter(bundle, rng, tmp_path / f"adapter of {model_type}")

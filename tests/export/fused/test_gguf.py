@@ -107,6 +107,8 @@ def test_read_again_it_has_the_logits_of_bundle_and_adapter(
 AT_LENGTH = (  # scales, filters, parts of heads, norms that add 1, GPT's names, sinks and others
     *("granite", "granitemoe", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss", "lfm2", "glm4"),
     *("nemotron", "gpt2", "cohere2", "olmo3", "exaone4", "phi", "gpt_bigcode"),
+    # tensors of all layers, and other orders of heads; biases of routers, and first layers without
+    *("gemma4_text", "qwen3_5", "gpt_neox", "glm4_moe", "afmoe", "minimax_m2"),
 )
 
 
@@ -144,6 +146,12 @@ def test_other_architectures_are_read_again_with_their_adapter(
     assert changed <= after.tensors.keys() and len(changed) == len(adapters.tensors) // 2
 
 
+TURNED = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+}
+
+
 @pytest.mark.parametrize(
     ("model_type", "change", "said"),
     [
@@ -158,6 +166,9 @@ def test_other_architectures_are_read_again_with_their_adapter(
                     "position_embedding_type",
                 ),
                 ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
+                ("qwen3_5", {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05"),
+                ("qwen3_5", {"linear_value_head_dim": 32}, "linear_key_head_dim 16"),
+                ("gemma4_text", {"rope_parameters": TURNED}, "rope_parameters of full_attention"),
             )
         ),
     ],

@@ -46,9 +46,9 @@ def byte_level(pre: str) -> dict[str, Any]:
     }
 
 
-def written(path: Path, files: Files, size: int) -> dict[str, Any]:
+def written(path: Path, files: Files, size: int, arch: str = "llama") -> dict[str, Any]:
     """The metadata of a GGUF file with this vocabulary."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, arch)
     add_vocabulary(writer, files, size)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -61,12 +61,12 @@ def tokenizer(files: Files) -> Tokenizer:
     return Tokenizer.from_str(files["tokenizer.json"].decode())
 
 
-@pytest.mark.parametrize("prefix", [False, True])
-def test_sentencepiece_comes_back(tmp_path: Path, rng: Rng, prefix: bool) -> None:
-    first = sentencepiece(rng, prefix)
+@pytest.mark.parametrize(("prefix", "arch"), [(False, "llama"), (True, "llama"), (False, "gemma4")])
+def test_sentencepiece_comes_back(tmp_path: Path, rng: Rng, prefix: bool, arch: str) -> None:
+    first = {**sentencepiece(rng, prefix), "tokenizer.ggml.add_bos_token": True}
     files = convert_tokenizer(first, "the first")
     size = len(first["tokenizer.ggml.tokens"])
-    again = written(tmp_path / "a.gguf", files, size + 3)
+    again = written(tmp_path / "a.gguf", files, size + 3, arch)
     pads = [f"[PAD{size + n}]" for n in range(3)]
     assert again["tokenizer.ggml.tokens"] == [*first["tokenizer.ggml.tokens"], *pads]
     types = again["tokenizer.ggml.token_type"].tolist()
@@ -79,6 +79,10 @@ def test_sentencepiece_comes_back(tmp_path: Path, rng: Rng, prefix: bool) -> Non
         text = "".join(rng.choice([*"abc \n", "é"], 20))
         ids = tokenizer(files).encode(text).ids
         assert tokenizer(convert_tokenizer(again, "again")).encode(text).ids == ids
+    assert again["tokenizer.ggml.model"] == arch
+    assert ("tokenizer.ggml.scores" in again) == (arch == "llama")
+    if arch == "gemma4":  # which has merges
+        return
     joined = [n for n, piece in enumerate(first["tokenizer.ggml.tokens"]) if piece in ("ab", "ca")]
     before, after = (one["tokenizer.ggml.scores"][joined] for one in (first, again))
     assert (np.diff(before) > 0) == (np.diff(after) > 0), "what is joined first is another"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from support.checkpoints import weights_of, whole
 from support.gguf_files import Blocks, random_blocks, write_gguf, write_with
 from support.models import FAMILIES
 
-from export.fused.gguf_metadata import Announced, add_metadata
+from export.fused.gguf_metadata import Announced, add_metadata, rope_tables
 from export.sources.families import (
     build_model,
     completed_config,
@@ -25,7 +25,7 @@ from export.sources.families import (
 from export.sources.gguf_blocks import transcode
 from export.sources.gguf_config import llama3_factors, read_config
 from export.sources.gguf_keys import FIXED, NEUTRAL, USED
-from export.sources.gguf_names import architecture_of, tensor_names
+from export.sources.gguf_names import architecture_of, place_of, tensor_names
 from export.sources.open import open_checkpoint
 from runtime.core.errors import BundleError
 
@@ -208,26 +208,98 @@ def test_parts_of_a_file_are_read_together(tmp_path: Path) -> None:
 
 
 def file_of(
-    path: Path, family: str, arrays: dict[str, np.ndarray | Blocks], **changes: Any
+    path: Path,
+    family: str,
+    arrays: dict[str, np.ndarray | Blocks],
+    change: Callable[[gguf.GGUFWriter], None] = lambda _: None,
+    **changes: Any,
 ) -> dict[str, tuple[int, ...]]:
     """A file of a family with these tensors, and zeros for the others; the shapes of all."""
     config = completed_config(family, normalise_config(tiny(family, **changes), family, True))
     shapes, count = expected_shapes(family, config), config["num_hidden_layers"]
     writer, name_of = gguf.GGUFWriter(path, architecture_of(family)), tensor_names(family, count)
     add_metadata(writer, family, config, config["vocab_size"])
+    change(writer)
+    for name, table in rope_tables(config).items():
+        writer.add_tensor(name, table)
     for name, shape in shapes.items():
-        array = arrays.get(name, np.zeros(shape, np.float32))
+        if (stored := name_of(name)) in writer.tensors[0]:
+            continue
+        whole = place_of(family, config, name, shape).shape
+        array = arrays.get(name, arrays.get(stored, np.zeros(whole, np.float32)))
         rows = array.rows if isinstance(array, Blocks) else array
         if ".switch_mlp." in name:
             rows = rows.reshape(4, -1, rows.shape[1])
-        writer.add_tensor(
-            name_of(name), rows, raw_dtype=array.type if isinstance(array, Blocks) else None
-        )
+        writer.add_tensor(stored, rows, raw_dtype=array.type if isinstance(array, Blocks) else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return shapes
+
+
+def in_order(array: np.ndarray, heads: list[int], axis: int = 0) -> np.ndarray:
+    """Parts of an axis, as many as heads, in another order."""
+    return np.concatenate([np.split(array, len(heads), axis)[head] for head in heads], axis)
+
+
+def test_quantized_parts_of_tensors_are_read_each_by_its_layer_and_head(
+    rng: np.random.Generator, tmp_path: Path
+) -> None:
+    """Columns of a table of all layers, and heads in another order along rows and columns."""
+    table = random_blocks(rng, "Q4_K", 320, 4 * 256)
+    path, sizes = tmp_path / "m.gguf", {"hidden_size_per_layer_input": 256}
+    stored: dict[str, np.ndarray | Blocks] = {"per_layer_token_embd.weight": table}
+    file_of(path, "gemma4_text", stored, **sizes)
+    every = transcode(table.rows, table.type)
+    with open_checkpoint(str(path)) as read:
+        name, part = "model.layers.2.embed_tokens_per_layer.weight", np.s_[10:40, 512:768]
+        np.testing.assert_array_equal(read.rows(name, 10, 40), table.values[part])
+        form = read.quantized_form(name)
+        assert form is not None
+        found = read.quantized_rows(name, 10, 40).values(form)
+        np.testing.assert_array_equal(found, every.values(form)[part])
+    stored["per_layer_token_embd.weight"] = random_blocks(rng, "Q4_K", 320, 256)
+    file_of(path, "gemma4_text", stored, hidden_size_per_layer_input=64)
+    with (
+        open_checkpoint(str(path)) as read,
+        pytest.raises(BundleError, match="columns 128 to 192 of a layer do not begin and end"),
+    ):
+        read.rows(name, 10, 40)
+    rows, columns = random_blocks(rng, "Q8_0", 512, 64), random_blocks(rng, "Q4_K", 64, 256)
+    stored = {"blk.0.attn_qkv.weight": rows, "blk.0.ssm_out.weight": columns}
+    sizes = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 64)
+    file_of(path, "qwen3_5", stored, **sizes, rms_norm_eps=1e-6)
+    with open_checkpoint(str(path)) as read:
+        for module, blocks, heads, axis in (
+            ("in_proj_qkv", rows, [0, 1, 2, 3, 4, 6, 5, 7], 0),  # 2 of queries, 2 of keys
+            ("out_proj", columns, [0, 2, 1, 3], 1),
+        ):
+            name = f"model.layers.0.linear_attn.{module}.weight"
+            expected = in_order(blocks.values, heads, axis)[5:60]
+            np.testing.assert_array_equal(read.rows(name, 5, 60), expected)
+            form = read.quantized_form(name)
+            assert form is not None
+            expected = in_order(transcode(blocks.rows, blocks.type).values(form), heads, axis)
+            found = read.quantized_rows(name, 5, 60).values(form)
+            np.testing.assert_array_equal(found, expected[5:60])
+
+
+def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0]["qwen35.block_count"]
+        writer.add_block_count(5)
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor("blk.4.attn_norm.weight", np.zeros(64, np.float32))
+        writer.add_tensor("blk.4.nextn.eh_proj.weight", np.zeros((64, 128), np.float32))
+
+    file_of(path, "qwen3_5", {}, add, rms_norm_eps=1e-6, linear_key_head_dim=16)
+    with open_checkpoint(str(path)) as read:
+        assert read.config["num_hidden_layers"] == 4
+        assert not [name for name in read.names() if ".4." in name]
+        assert "last 1 blocks predict the tokens after the next one" in "".join(read.warnings)
 
 
 def test_quantized_experts_are_read_each_in_its_rows(
