@@ -246,8 +246,9 @@ def _with_properties(
         )
         operation = replace(operation, tokenwise=tokenwise)
     if operation.may_be_gated(values):
-        shape = shape_at(values[operation.outputs[0]], tokens)
-        operation = replace(operation, gated=gated_activation(forward, vjp, shape))
+        names = (*operation.inputs, *operation.outputs)
+        shapes_at = (shape_at(values[name], tokens) for name in names)
+        operation = replace(operation, gated=gated_activation(forward, vjp, *shapes_at))
     return operation
 
 

@@ -1,14 +1,15 @@
 """Properties of a traced function that let a runtime run it faster or in less memory.
 
 There are two: the function may treat every token alike, so that it can run on a few tokens at a
-time; and it may be a gated activation, for which a runtime has a kernel. Both are found by running
-the function on random values, not by reading its graph: the spelling of a norm or an activation in
-mlx-lm does not matter.
+time; and it may be an activation, with a gate or without, for which a runtime has a kernel. Both
+are found by running the function on random values, not by reading its graph: the spelling of a norm
+or an activation in mlx-lm does not matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,10 +22,12 @@ TRIAL_TOKENS = 8  # in each half of the sequence that the function is tried on
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # how close equal values are; GELU and its tanh form differ by 5e-4
 GATE_SCALE = 10.0  # of the random values: they reach far into both flat ends of f
 
-Gate = Callable[[mx.array, mx.array], mx.array]
-GATES: dict[Activation, Gate] = {
-    "silu": lambda g, u: nn.silu(g) * u,
-    "gelu_tanh": lambda g, u: nn.gelu_approx(g) * u,
+ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
+    "silu": nn.silu,
+    "gelu_tanh": nn.gelu_approx,
+    "gelu": nn.gelu,
+    "relu": nn.relu,
+    "relu2": nn.relu2,
 }
 
 
@@ -90,26 +93,40 @@ def continues(
     return _by_halves(forward, at, inputs, outputs, shapes)
 
 
-def gated_activation(forward: Function, vjp: Function, shape: tuple[int, ...]) -> Activation:
-    """The activation f if `forward` computes f(g) * u for (g, u), or "" if no known f does.
+def gated_activation(forward: Function, vjp: Function, *shapes: tuple[int, ...]) -> Activation:
+    """The activation f if `forward` computes f(g) * u or f(g), or "" if no known f does.
 
     Values and gradients must both be those of MLX's own f.
 
     Args:
-        forward: takes (g, u), each of `shape`, and returns one array of it.
-        vjp: takes (g, u, dy) and returns the gradients of g and u.
+        forward: takes (g, u), or one array that holds both, or g, and returns one array.
+        vjp: takes the same and the gradient of the result, and returns those of what it takes.
+        shapes: those of what `forward` takes, and of what it returns.
     """
-    found = (name for name, gate in GATES.items() if computes(gate, forward, vjp, shape))
+    *taken, made = shapes
+
+    def gate(f: Callable[[mx.array], mx.array], *given: mx.array) -> mx.array:
+        width = made[-1]
+        g, *up = (x[..., at : at + width] for x in given for at in range(0, x.shape[-1], width))
+        return f(g) * up[0] if up else f(g)
+
+    found = (
+        name
+        for name, f in ACTIVATIONS.items()
+        if computes(partial(gate, f), forward, vjp, *taken, made)
+    )
     return next(found, "")
 
 
-def computes(gate: Gate, forward: Function, vjp: Function, shape: tuple[int, ...]) -> bool:
+def computes(
+    gate: Callable[..., mx.array], forward: Function, vjp: Function, *shapes: tuple[int, ...]
+) -> bool:
     """Whether `forward` and `vjp` compute values and gradients of a gate, see above."""
-    keys = mx.random.split(mx.random.key(0), 3)
-    g, u, dy = (mx.random.normal(shape, key=key) for key in keys)
-    g, u = GATE_SCALE * g, GATE_SCALE * u
-    values, gradients = mx.vjp(gate, [g, u], [dy])
-    return _equal([*forward(g, u), *vjp(g, u, dy)], [*values, *gradients])
+    keys = mx.random.split(mx.random.key(0), len(shapes))
+    *given, dy = (mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True))
+    given = [GATE_SCALE * value for value in given]
+    values, gradients = mx.vjp(gate, given, [dy])
+    return _equal([*forward(*given), *vjp(*given, dy)], [*values, *gradients])
 
 
 def _of_tokens(shape: Shape, tokens: slice) -> tuple[slice, ...]:

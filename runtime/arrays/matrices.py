@@ -28,7 +28,8 @@ class Matrices:
     """Tiles of matrices, with as many rows as the lowering has decided, or as many columns.
 
     The keys of `tile_rows` are the offsets of matrices in weights.bin, and those of `tile_columns`
-    the offsets of the matrices whose tiles have all rows. Dequantized tiles are freed after use.
+    the offsets of the matrices whose tiles have all rows; those of `stacked_rows` hold several
+    matrices of so many rows, and no tile has rows of two. Dequantized tiles are freed after use.
     With `materialize_blocks` they stay until `release`, so that a whole block is dequantized at
     once, as in the MeBP paper. Those in `materialized` stay for the whole run. Products are in
     float32 unless others are given; those by `in_place` are with the packed weights in the map.
@@ -44,6 +45,7 @@ class Matrices:
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
     other_products: Products | None = None
     in_place: PackedRows | None = None
+    stacked_rows: Mapping[int, int] = field(default_factory=dict)
     _of_block: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
@@ -116,8 +118,10 @@ class Matrices:
         count, step = matrix.rows, at_once or self.tile_rows[offset]
         if self.by_columns(matrix):
             count, step = matrix.columns, self.tile_columns[offset]
-        for start in range(0, count, step):
-            yield start, min(count, start + step)
+        each = self.stacked_rows.get(offset, count)
+        for first in range(0, count, each):
+            for start in range(first, first + each, step):
+                yield start, min(first + each, start + step)
 
     def _shape(self, matrix: Matrix, start: int, stop: int) -> tuple[Matrix, int, int]:
         if self.by_columns(matrix):

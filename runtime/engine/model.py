@@ -85,6 +85,7 @@ class Model:
             self.materialized,
             products_for(execution.compute_dtype, arrays, library),
             self.in_place,
+            by_offset(execution.stacked_rows),
         )
 
     @property

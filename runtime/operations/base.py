@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import msgspec
@@ -48,12 +48,13 @@ class Execution:
     `tile_rows` says how many rows of a matrix are dequantized at once, and `tile_columns` how many
     columns of those that are taken by columns; `slice_columns` says how many columns of its width a
     sliced MLP takes at once backward, by the name of each of its matrices; `expert_columns` is of
-    matrices of which an expert at a time is taken. `chunk_rows` says how many rows of the
-    vocabulary the head takes at once, `attention_block` how many queries attention takes at once.
-    `packed` is the arithmetic of a GPU: products with the quantized words themselves. Matrices in
-    floating point are multiplied a tile at a time, on every device. Products are computed in
-    `compute_dtype`, "float32" or "bfloat16"; with `in_place` decoded tokens are multiplied by
-    the packed weights where they lie in the map.
+    matrices of which an expert at a time is taken. `stacked_rows` says how many rows each of the
+    matrices has that are stacked in one: no tile has rows of two. `chunk_rows` says how many rows
+    of the vocabulary the head takes at once, `attention_block` how many queries attention takes at
+    once. `packed` is the arithmetic of a GPU: products with the quantized words themselves.
+    Matrices in floating point are multiplied a tile at a time, on every device. Products are
+    computed in `compute_dtype`, "float32" or "bfloat16"; with `in_place` decoded tokens are
+    multiplied by the packed weights where they lie in the map.
     """
 
     tables: Tables
@@ -70,6 +71,7 @@ class Execution:
     evaluation: Evaluation = "part"
     compute_dtype: str = "float32"
     in_place: bool = False
+    stacked_rows: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def by_onednn(self) -> bool:

@@ -26,7 +26,8 @@ from runtime.operations.values import (
     token_tile_unit,
 )
 
-Activation = Literal["", "silu", "gelu_tanh"]  # MLX's silu and gelu_approx
+# MLX's silu, gelu_approx, gelu, relu and relu2
+Activation = Literal["", "silu", "gelu_tanh", "gelu", "relu", "relu2"]
 
 
 class Placed(Function, frozen=True):
@@ -68,8 +69,8 @@ class Elementwise(Function, frozen=True):
     value, or "" for a new array. `tokenwise` says that every token is treated alike, so that a
     graph for a tile of tokens serves any number of tiles. `position` says that results depend on
     where in the sequence a token is; then decoding has a graph of its own, which takes the position
-    of the first token besides. `gated` names f if the graph computes f(first input) * second input;
-    on a CPU a kernel then computes this without the graph.
+    of the first token besides. `gated` names f if the graph computes f(g) * u of two inputs (g, u)
+    or of the halves of one, or f(g); on a CPU a kernel then computes this without the graph.
     """
 
     inputs: tuple[str, ...]
@@ -110,9 +111,9 @@ class Elementwise(Function, frozen=True):
         return "decode" if self.position else "forward"
 
     def on_device(self, device: str) -> Operation:
-        """On a CPU, `Gated` for a gated activation: its kernel needs less memory and time."""
+        """On a CPU, `Gated` for an activation: its kernel needs less memory and time."""
         if self.gated and device == "cpu":
-            return Gated(self.inputs[:2], self.outputs[:1], self.gated)  # type: ignore[arg-type]
+            return Gated(self.inputs, self.outputs[:1], self.gated)  # type: ignore[arg-type]
         return self
 
     def decoding(self, context: int) -> Operation:
@@ -268,11 +269,14 @@ class Elementwise(Function, frozen=True):
             require(alike, f"{where}: its gradient of {name} is said to be {same}")
 
     def may_be_gated(self, values: Mapping[str, Shape]) -> bool:
-        """Whether its signature is that of f(a) * b: two inputs and one output of one shape."""
+        """Whether its signature is that of an activation: see `gated`."""
         names = (*self.inputs, *self.outputs)
-        if (len(self.inputs), len(self.outputs)) != (2, 1) or not set(names) <= set(values):
+        if len(self.outputs) != 1 or not set(names) <= set(values):
             return False
-        alike = len({values[name] for name in names}) == 1
+        *tokens, width = values[self.outputs[0]]
+        shapes = [values[name] for name in self.inputs]
+        halves = (*tokens, 2 * int(width)) if width != T else None
+        alike = shapes in ([(*tokens, width)] * 2, [(*tokens, width)], [halves])
         takes = self.vjp_inputs == (*self.inputs, f"~{self.outputs[0]}")
         returns = self.vjp_outputs == self.inputs and not any(self.vjp_same)
-        return alike and takes and returns and self.tokenwise
+        return alike and takes and returns

@@ -1,4 +1,4 @@
-"""The operation Gated: f(g) * u as in SwiGLU and GeGLU, computed by a kernel without a graph.
+"""The operation Gated: an MLP's activation, f(g) * u or f(g), computed by a kernel without a graph.
 
 The lowering replaces an elementwise graph by it if the device has a kernel for it.
 """
@@ -14,9 +14,12 @@ SCRATCH_BYTES = 2 * CHUNK_VALUES * 4
 
 
 class Gated(Function, frozen=True):
-    """y = f(g) * u, with f SiLU ("silu") or GELU's tanh form ("gelu_tanh"); never in a bundle."""
+    """y = f(g) * u of two inputs, or of the halves of one; f(g) of one as wide as y.
 
-    inputs: tuple[str, str]
+    f is the `activation`, see `Elementwise.gated`. It is never in a bundle.
+    """
+
+    inputs: tuple[str, ...]
     outputs: tuple[str]
     activation: str
 

@@ -1,16 +1,19 @@
-"""The gated kernel: the activation of SwiGLU and GeGLU and its vjp, on a CPU.
+"""The gated kernel: activations f of MLPs with a gate or without, and their vjps, on a CPU.
 
-y = f(g) * u with f(g) = g s(z), where s is the logistic function: SiLU has z = g; GELU's tanh form
-(Hendrycks and Gimpel, arXiv 1606.08415) has z = 2 sqrt(2 / pi) (g + 0.044715 g**3), for
-1 + tanh v = 2 s(2 v). Then f'(g) = s + f(g) (1 - s) z'. NumPy computes it, because its exp is
-vector code. It works in chunks, so that intermediate values stay in the processor's cache.
+y = f(g) * u, or f(g). SiLU and GELU's tanh form (Hendrycks and Gimpel, arXiv 1606.08415) are
+f(g) = g s(z(g)) with the logistic function s: z = g, or z = 2 sqrt(2 / pi) (g + 0.044715 g**3), for
+1 + tanh v = 2 s(2 v). GELU itself is g P(g) with P of the normal distribution, by formula 7.1.26 of
+Abramowitz and Stegun, within 8e-8. NumPy computes all, because its exp is vector code, in chunks,
+so that intermediate values stay in the processor's cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,64 +25,67 @@ from runtime.operations.gated import CHUNK_VALUES, Gated
 from runtime.operations.kernel import Run, Tools
 
 _GELU = 2 * math.sqrt(2 / math.pi)
-CURVES = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU), "clamped": (1.702, 0.0)}
+_LOGISTIC = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU), "clamped": (1.702, 0.0)}
 """By activation what z(g) = first * g + second * g**3 takes."""
 
+_NORMAL = (
+    0.3275911 / math.sqrt(2),
+    (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592),
+)
 _LIMITS = {"clamped": 7.0}  # of gate and up, which has 1 added to it then
 
 Floats = npt.NDArray[np.float32]
+Curve = Callable[[Floats, Floats | None, Floats | None, Floats, Floats], None]
+"""Computes f of g, its slope, or both, where they are given, with two arrays of scratch."""
 
 
-def gated(activation: str, gate: mx.array, up: mx.array) -> mx.array:
-    """f(gate) * up, evaluated, of float32 arrays of one shape."""
-    (y,) = _made(gate, 1)
-    gate_into(activation, gate, up, y)
+def gated(activation: str, *parts: mx.array) -> mx.array:
+    """f(gate) * up, evaluated, of float32 arrays of one shape; without an up f(gate)."""
+    (y,) = _made(parts[0], 1)
+    gate_into(activation, parts, y)
     return y
 
 
 @quiet
-def gate_into(activation: str, gate: mx.array, up: mx.array, y: mx.array) -> None:
+def gate_into(activation: str, parts: Sequence[Any], y: Any) -> None:
     """`gated` in y, of MLX's arrays or of NumPy's."""
-    for g, u, part, s, t in _chunks(gate, up, y):
-        _logistic(activation, g, s, t)
-        np.multiply(g, s, out=part)
-        np.multiply(part, u, out=part)
+    curve = CURVES[activation]
+    for (g, *up, f), s, t in _chunks(*parts, y):
+        curve(g, f, None, s, t)
+        for u in up:
+            np.multiply(f, u, out=f)
 
 
-def gated_vjp(
-    activation: str, gate: mx.array, up: mx.array, dy: mx.array
-) -> tuple[mx.array, mx.array]:
-    """The gradients of gate and up, evaluated, from that of f(gate) * up."""
-    d_gate, d_up = _made(gate, 2)
-    _gate_vjp(activation, gate, up, dy, d_gate, d_up)
-    return d_gate, d_up
+def gated_vjp(activation: str, *parts: mx.array) -> list[mx.array]:
+    """The gradients of gate and up, or of the gate alone, evaluated. The last part is dy."""
+    gradients = _made(parts[0], len(parts) - 1)
+    gate_vjp_into(activation, parts, gradients)
+    return gradients
 
 
 @quiet
-def _gate_vjp(
-    activation: str,
-    gate: mx.array,
-    up: mx.array,
-    dy: mx.array,
-    d_gate: mx.array,
-    d_up: mx.array,
-) -> None:
-    first, second = CURVES[activation]
-    for g, u, d, dg, du, s, t in _chunks(gate, up, dy, d_gate, d_up):
-        _logistic(activation, g, s, t)
-        np.multiply(g, s, out=du)  # f(g)
-        np.subtract(1, s, out=dg)
-        np.multiply(dg, du, out=dg)
-        if second:  # t holds g**2
-            np.multiply(t, np.float32(3 * second), out=t)
-            np.add(t, np.float32(first), out=t)
-            np.multiply(dg, t, out=dg)
-        elif first != 1:
-            np.multiply(dg, np.float32(first), out=dg)
-        np.add(dg, s, out=dg)  # f'(g)
-        np.multiply(dg, u, out=dg)
+def gate_vjp_into(activation: str, parts: Sequence[Any], gradients: Sequence[Any]) -> None:
+    """`gated_vjp` in arrays that are given."""
+    curve, alone = CURVES[activation], len(gradients) == 1
+    for (g, *values), s, t in _chunks(*parts, *gradients):
+        if alone:
+            d, dg = values
+            curve(g, None, dg, s, t)
+        else:
+            u, d, dg, du = values
+            curve(g, du, dg, s, t)
+            np.multiply(du, d, out=du)
+            np.multiply(dg, u, out=dg)
         np.multiply(dg, d, out=dg)
-        np.multiply(du, d, out=du)
+
+
+def parts_of(values: Sequence[Any], width: int) -> list[Floats]:
+    """Gate and up, of one value's halves, or the gate alone, where they lie: all (..., width)."""
+    return [
+        array[..., first : first + width]
+        for array in map(view, values)
+        for first in range(0, array.shape[-1], width)
+    ]
 
 
 def gated_by(device: str, activation: str, gate: mx.array, up: mx.array) -> mx.array:
@@ -111,23 +117,96 @@ def _clamped(activation: str, gate: mx.array, up: mx.array) -> tuple[mx.array, m
 
 
 def _plain(activation: str, gate: mx.array, up: mx.array) -> mx.array:
-    first, second = CURVES[activation]
+    first, second = _LOGISTIC[activation]
     return gate * mx.sigmoid(first * gate + second * gate * gate * gate) * up
 
 
-def _logistic(activation: str, g: Floats, s: Floats, t: Floats) -> None:
-    """s(z(g)) in s, and g**2 in t where z is cubic."""
-    first, second = (np.float32(-factor) for factor in CURVES[activation])
+def _logistic(
+    first: float,
+    second: float,
+    g: Floats,
+    f: Floats | None,
+    slope: Floats | None,
+    s: Floats,
+    t: Floats,
+) -> None:
+    """f = g s(z), f' = s + f (1 - s) z'."""
     if second:
         np.multiply(g, g, out=t)
-        np.multiply(t, second, out=s)
-        np.add(s, first, out=s)
+        np.multiply(t, np.float32(-second), out=s)
+        np.add(s, np.float32(-first), out=s)
         np.multiply(s, g, out=s)
     else:
-        np.multiply(g, first, out=s)
+        np.multiply(g, np.float32(-first), out=s)
     np.exp(s, out=s)
     np.add(s, 1, out=s)
     np.divide(1, s, out=s)
+    if f is not None:
+        np.multiply(g, s, out=f)
+    if slope is None:
+        return
+    np.subtract(1, s, out=slope)
+    if f is None:
+        np.multiply(slope, g, out=slope)
+        np.multiply(slope, s, out=slope)
+    else:
+        np.multiply(slope, f, out=slope)
+    if second:  # t holds g**2
+        np.multiply(t, np.float32(3 * second), out=t)
+        np.add(t, np.float32(first), out=t)
+        np.multiply(slope, t, out=slope)
+    elif first != 1:
+        np.multiply(slope, np.float32(first), out=slope)
+    np.add(slope, s, out=slope)
+
+
+def _normal(g: Floats, f: Floats | None, slope: Floats | None, s: Floats, t: Floats) -> None:
+    """f = g P(g), f' = P(g) + g P'(g)."""
+    by, (first, *others) = _NORMAL
+    p = slope if f is None else f
+    assert p is not None
+    np.abs(g, out=t)
+    np.multiply(t, np.float32(by), out=t)
+    np.add(t, 1, out=t)
+    np.divide(1, t, out=t)
+    np.multiply(t, np.float32(first), out=p)
+    for coefficient in others:
+        np.add(p, np.float32(coefficient), out=p)
+        np.multiply(p, t, out=p)
+    np.multiply(g, g, out=s)
+    np.multiply(s, np.float32(-0.5), out=s)
+    np.exp(s, out=s)
+    np.multiply(p, s, out=p)
+    np.subtract(1, p, out=p)  # P(|g|) - P(-|g|)
+    np.copysign(p, g, out=p)
+    np.add(p, 1, out=p)
+    np.multiply(p, np.float32(0.5), out=p)
+    if slope is not None:
+        np.multiply(s, np.float32(1 / math.sqrt(2 * math.pi)), out=s)
+        np.multiply(s, g, out=s)
+        np.add(p, s, out=slope)
+    if f is not None:
+        np.multiply(p, g, out=f)
+
+
+def _power(
+    power: int, g: Floats, f: Floats | None, slope: Floats | None, s: Floats, t: Floats
+) -> None:
+    """f = max(g, 0)**power for a power of 1 or 2."""
+    np.maximum(g, 0, out=s)
+    if f is not None:
+        np.power(s, power, out=f)
+    if slope is not None:
+        np.sign(s, out=slope) if power == 1 else np.multiply(s, 2, out=slope)
+
+
+CURVES: dict[str, Curve] = {
+    **{name: partial(_logistic, *factors) for name, factors in _LOGISTIC.items()},
+    "gelu": _normal,
+    "relu": partial(_power, 1),
+    "relu2": partial(_power, 2),
+}
+"""f and its slope by activation."""
 
 
 def _made(like: mx.array, count: int) -> list[mx.array]:
@@ -136,13 +215,18 @@ def _made(like: mx.array, count: int) -> list[mx.array]:
     return made
 
 
-def _chunks(*arrays: mx.array) -> Iterator[tuple[Floats, ...]]:
+def _chunks(*arrays: Any) -> Iterator[tuple[list[Floats], Floats, Floats]]:
     """The same chunk of each array, where it lies, and two of scratch."""
-    flat = [view(array).reshape(-1) for array in arrays]
-    scratch = [np.empty(min(CHUNK_VALUES, flat[0].size), np.float32) for _ in range(2)]
-    for start in range(0, flat[0].size, CHUNK_VALUES):
-        parts = [values[start : start + CHUNK_VALUES] for values in flat]
-        yield (*parts, *(buffer[: parts[0].size] for buffer in scratch))
+    rows = [values.reshape(-1, values.shape[-1]) for values in map(view, arrays)]
+    if all(values.flags.c_contiguous for values in rows):  # not so in halves of wider values
+        rows = [values.reshape(1, -1) for values in rows]
+    count, columns = rows[0].shape
+    scratch = [np.empty(min(CHUNK_VALUES, columns), np.float32) for _ in range(2)]
+    for row in range(count):
+        for start in range(0, columns, CHUNK_VALUES):
+            parts = [values[row, start : start + CHUNK_VALUES] for values in rows]
+            s, t = (buffer[: parts[0].size] for buffer in scratch)
+            yield parts, s, t
 
 
 @dataclass(frozen=True)
@@ -153,14 +237,22 @@ class GatedKernel:
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation = run.operation(Gated)
+        (name,) = operation.outputs
+        width = int(run.program.values[name][-1])
         for values in lanes:
-            gate, up = (values[name] for name in operation.inputs)
-            values[operation.outputs[0]] = gated(operation.activation, gate, up)
+            y = mx.zeros((1, run.tokens, width))
+            self.tools.arrays.settle(y)
+            parts = parts_of([values[each] for each in operation.inputs], width)
+            gate_into(operation.activation, parts, y)
+            values[name] = y
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
         operation = run.operation(Gated)
-        gate, up = (values[name] for name in operation.inputs)
-        dy = values[f"~{operation.outputs[0]}"]
-        d_inputs = gated_vjp(operation.activation, gate, up, dy)
-        results = dict(zip(operation.inputs, d_inputs, strict=True))
+        dy, given = values[f"~{operation.outputs[0]}"], [values[name] for name in operation.inputs]
+        made = [mx.zeros(value.shape) for value in given]
+        self.tools.arrays.settle(made)
+        of_parts = (parts_of(arrays, dy.shape[-1]) for arrays in (given, made))
+        parts, d_parts = of_parts
+        gate_vjp_into(operation.activation, [*parts, dy], d_parts)
+        results = dict(zip(operation.inputs, made, strict=True))
         return {name: results[name] for name in run.instruction.wanted}

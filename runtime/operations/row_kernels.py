@@ -20,7 +20,7 @@ from runtime.operations.base import Operation
 from runtime.operations.cached_attention_kernel import hidden, ring_positions
 from runtime.operations.elementwise import Elementwise, Placed
 from runtime.operations.gated import Gated
-from runtime.operations.gated_kernel import gate_into
+from runtime.operations.gated_kernel import gate_into, parts_of
 from runtime.operations.kernel import ForwardKernel, Kernel, Run, Tools
 from runtime.operations.linear import Linear
 from runtime.operations.values import POSITION, graph_key, is_parameter
@@ -87,10 +87,12 @@ class RowGated(RowKernel):
 
     def row(self, run: Run, values: Any, loras: Loras) -> None:
         operation = run.operation(Gated)
-        gate, up = (values[name] for name in operation.inputs)
-        y: Any = np.empty(gate.shape, np.float32)
-        gate_into(operation.activation, gate, up, y)
-        values[operation.outputs[0]] = y
+        (name,) = operation.outputs
+        width = int(run.program.values[name][-1])
+        y: Any = np.empty((1, run.tokens, width), np.float32)
+        parts = parts_of([values[each] for each in operation.inputs], width)
+        gate_into(operation.activation, parts, y)
+        values[name] = y
 
 
 class RowAttention(RowKernel):

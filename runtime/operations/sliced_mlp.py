@@ -1,21 +1,21 @@
-"""The operation SlicedMlp: a gated MLP that takes a slice of its width at a time.
+"""The operation SlicedMlp: an MLP that takes a slice of its width at a time.
 
 The lowering replaces an MLP by it. A slice is so many rows of gate and up and the same columns of
-down. No value of all tokens and the whole width exists, and each weight is read and dequantized
-once in a pass over at most `MOST_TOKENS` tokens, forward or backward. A backward pass recomputes
-a slice's values.
+down. Gate and up may be halves of one matrix, or there may be no gate. No value of all tokens and
+the whole width exists, and each weight is read and dequantized once in a pass over at most
+`MOST_TOKENS` tokens, forward or backward. A backward pass recomputes a slice's values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from runtime.arrays.stored import Matrix
 from runtime.operations.base import Call, Execution, Function
 from runtime.operations.gated import SCRATCH_BYTES, Gated
-from runtime.operations.linear import MASK, Linear
+from runtime.operations.linear import MASK, Linear, Product
 from runtime.operations.values import F32
 
 MOST_TOKENS = 512  # at once: with more, reading and dequantizing hardly take less of the time
@@ -23,7 +23,7 @@ RANKS = 3  # arrays (T, r): what adapters have of the input, and of the sums ove
 
 
 class SlicedMlp(Function, frozen=True):
-    """`down` of the gated products of `into`; never in a bundle."""
+    """`down` of the activation `gated` of the products `into`; never in a bundle."""
 
     inputs: tuple[str]
     outputs: tuple[str]
@@ -73,8 +73,9 @@ class SlicedMlp(Function, frozen=True):
         Where the inputs of matrices are observed, one lane runs by itself.
         """
         tables, width = execution.tables.matrices, self.width(call.tensor, execution, call.backward)
-        gate, up = (tables[name] for name in self.into.matrices(call.tensor))
         (down,) = (tables[name] for name in self.down.matrices(call.tensor))
+        matrices = [matrix for _, matrix, _ in self.parts(call.tensor, tables)]
+        gate, count = matrices[0], len(matrices)
         tokens = tokens_at_once(call.tokens)
         inputs, value = tokens * gate.columns * F32, tokens * width * F32
         given = execution.rounded_bytes(tokens * gate.columns)
@@ -84,24 +85,38 @@ class SlicedMlp(Function, frozen=True):
         of_down = tile_most(down, down.rows * width, execution)
         if not call.backward:
             of_gate = max(
-                tile_most(matrix, width * matrix.columns, execution) for matrix in (gate, up)
+                tile_most(matrix, width * matrix.columns, execution) for matrix in matrices
             )
             observed = tokens * down.columns * F32 if call.observed else 0
 
-            def lanes(count: int) -> int:
-                activated = (2 * count + 1) * value + SCRATCH_BYTES
+            def lanes(most: int) -> int:
+                activated = (count * most + 1) * value + SCRATCH_BYTES
                 taken = execution.rounded_bytes(tokens * width)
-                multiplied = max(2 * count * value + of_gate, count * value + taken + of_down)
-                return count * summed + max(activated, multiplied)
+                multiplied = max(count * most * value + of_gate, most * value + taken + of_down)
+                return most * summed + max(activated, multiplied)
 
             return max(lanes(call.lanes), lanes(1) + observed)
         if call.dropped & set(self.adaptable):
-            summed += 2 * tokens * gate.columns * MASK + inputs
-        held = sum(execution.tile_bytes(matrix, width * matrix.columns) for matrix in (gate, up))
-        held += max(3 * value + of_down, 5 * value + SCRATCH_BYTES)
+            summed += len(self.into.linears) * tokens * gate.columns * MASK + inputs
+        held = sum(execution.tile_bytes(matrix, width * matrix.columns) for matrix in matrices)
+        held += max((count + 1) * value + of_down, (2 * count + 1) * value + SCRATCH_BYTES)
         held += execution.rounded_bytes(tokens * (down.rows + width))  # of dy, and of a slice's
         part = inputs if call.wanted and tokens < call.tokens else 0  # of the result
         return summed + held + part
+
+    def parts(
+        self, tensor: Callable[[str], str], tables: Mapping[str, Matrix]
+    ) -> list[tuple[Product, Matrix, int]]:
+        """Gate and up, or the one that there is: product, matrix, and its first row of that."""
+        by_output = {product.output: product for product in self.into.linears}
+        products = [by_output[name] for name in self.gated.inputs]
+        (down,) = self.down.matrices(tensor)
+        return [
+            (product, matrix, first)
+            for product in products
+            for matrix in [tables[tensor(product.name)]]
+            for first in range(0, matrix.rows, tables[down].columns)
+        ]
 
     def width(self, tensor: Callable[[str], str], execution: Execution, backward: bool) -> int:
         """How many columns of its width it takes at once."""

@@ -1,8 +1,9 @@
-"""The sliced kernel: a gated MLP forward and backward, a slice s of its width after another.
+"""The sliced kernel: an MLP forward and backward, a slice s of its width after another.
 
     g = x G_s^T    u = x U_s^T    a = f(g) * u    y = sum over s of a D_s^T
 
-G_s and U_s are rows of gate and up, D_s the same columns of down. Backward, a slice's values are
+G_s and U_s are rows of gate and up, or of both halves of one matrix, D_s the same columns of down.
+Without a gate there are no u and U_s. Backward, a slice's values are
 recomputed, and its tiles of gate and up serve both directions:
 
     da = dy D_s    (dg, du) from da    dx = sum over s of dg G_s + du U_s
@@ -35,16 +36,16 @@ from runtime.operations.values import gradient_of
 
 @dataclass
 class _IntoAdapter:
-    """An adapter of gate or up, for one input x (T, C)."""
+    """An adapter of gate or up, or of both in one matrix, for one input x (T, C)."""
 
     lora: Lora
     mask: DropoutMask | None
     through_a: mx.array  # s drop(x) A (T, r)
     through_b: mx.array  # sum over slices of s dg B_s^T (T, r)
-    d_b: mx.array | None = None  # (r, W)
+    d_b: mx.array | None = None  # (r, W), or (r, 2 W)
 
     def backward(self, dg: mx.array, columns: slice, arrays: Arrays) -> None:
-        """Take in the gradient dg (T, w) of a slice's values."""
+        """Take in the gradient dg (T, w) of a slice's values, which are those columns of B."""
         if self.d_b is None:
             self.d_b = mx.zeros(self.lora.b.shape)
         through_b = (dg @ self.lora.b[:, columns].T) * self.lora.scale
@@ -55,14 +56,16 @@ class _IntoAdapter:
 
 @dataclass
 class _Into:
-    """The product of one input with gate or up."""
+    """The product of one input with gate or up, which begins at row `first` of its matrix."""
 
     given: Input
     bias: mx.array | None
     adapter: _IntoAdapter | None
+    first: int
 
     def forward(self, tile: ReadyTile, columns: slice, arrays: Arrays) -> mx.array:
         """The values (T, w) of a slice, without the activation."""
+        columns = _from(self.first, columns)
         y = tile.transposed_product(self.given)
         if self.bias is not None:
             y = arrays.sum(y, self.bias[columns])
@@ -70,6 +73,11 @@ class _Into:
             y = mx.addmm(y, self.adapter.through_a, self.adapter.lora.b[:, columns])
         arrays.settle(y)
         return y
+
+    def backward_adapter(self, dg: mx.array, columns: slice, arrays: Arrays) -> None:
+        """Take in the gradient dg (T, w) of a slice's values."""
+        if self.adapter is not None:
+            self.adapter.backward(dg, _from(self.first, columns), arrays)
 
 
 @dataclass
@@ -128,8 +136,8 @@ class SlicedMlpKernel:
         arrays.settle(ys, observed)
         for columns in mlp.slices(backward=False):
             products: list[list[mx.array]] = [[] for _ in xs]
-            for at, matrix in enumerate(mlp.gate_up):
-                tile = matrices.tile(matrix, columns.start, columns.stop)
+            for at in range(len(mlp.parts)):
+                tile = mlp.tile(at, columns)
                 for into, made in zip(intos, products, strict=True):
                     made.append(into[at].forward(tile, columns, arrays))
                 del tile
@@ -177,8 +185,7 @@ class SlicedMlpKernel:
         into, down = mlp.into(x, loras), _DownBackward.of(mlp, dy, loras)
         dx = RowSum(arrays)
         for columns in mlp.slices(backward=True):
-            start, stop = columns.start, columns.stop
-            tiles = [matrices.tile(matrix, start, stop) for matrix in mlp.gate_up]
+            tiles = [mlp.tile(at, columns) for at in range(len(mlp.parts))]
             products = [
                 each.forward(tile, columns, arrays) for each, tile in zip(into, tiles, strict=True)
             ]
@@ -187,8 +194,7 @@ class SlicedMlpKernel:
             d_products = mlp.gated_vjp(products, down.input_gradient(columns))
             for each in into:
                 d_product, tile = d_products.pop(0), tiles.pop(0)
-                if each.adapter is not None:
-                    each.adapter.backward(d_product, columns, arrays)
+                each.backward_adapter(d_product, columns, arrays)
                 if wanted:
                     dx.add(matrices.input(d_product), tile)
                 del d_product, tile
@@ -205,24 +211,18 @@ class _Mlp:
     run: Run
     tools: Tools
     linear: LoraProducts = field(init=False)
-    gate_up: list[Matrix] = field(init=False)
+    parts: list[tuple[Product, Matrix, int]] = field(init=False)
     down: Matrix = field(init=False)
 
     def __post_init__(self) -> None:
         stored, block = self.tools.stored, self.run.block
         self.linear = LoraProducts(self.tools.matrices)
-        self.gate_up = [stored[block.tensor(product.name)] for product in self.into_products]
+        self.parts = self.operation.parts(block.tensor, stored)
         self.down = stored[block.tensor(self.down_product.name)]
 
     @property
     def operation(self) -> SlicedMlp:
         return self.run.operation(SlicedMlp)
-
-    @property
-    def into_products(self) -> list[Product]:
-        """Those of gate and up, in this order."""
-        by_output = {product.output: product for product in self.operation.into.linears}
-        return [by_output[name] for name in self.operation.gated.inputs]
 
     @property
     def down_product(self) -> Product:
@@ -240,13 +240,20 @@ class _Mlp:
         for start in range(0, whole, step):
             yield slice(start, min(whole, start + step))
 
+    def tile(self, at: int, columns: slice) -> ReadyTile:
+        """A slice of gate or up, by their place in `parts`."""
+        _, matrix, first = self.parts[at]
+        rows = _from(first, columns)
+        return self.matrices.tile(matrix, rows.start, rows.stop)
+
     def into(self, x: mx.array, loras: Loras) -> list[_Into]:
         """The products of x (T, C) with gate and up, of which nothing is computed yet."""
-        given, made = self.tools.matrices.input(x), []
-        for product in self.into_products:
-            adapter = self._into_adapter(x, loras.get(product.name))
-            made.append(_Into(given, self._bias(product, loras), adapter))
-        return made
+        given, linears = self.tools.matrices.input(x), self.operation.into.linears
+        of_product = {
+            product: (self._bias(product, loras), self._into_adapter(x, loras.get(product.name)))
+            for product in linears
+        }
+        return [_Into(given, *of_product[product], first) for product, _, first in self.parts]
 
     def _into_adapter(self, x: mx.array, lora: Lora | None) -> _IntoAdapter | None:
         if lora is None:
@@ -276,15 +283,15 @@ class _Mlp:
 
     def gated(self, products: list[mx.array]) -> mx.array:
         """a (T, w) of a slice's gate and up, which are consumed."""
-        gate, up = products
+        parts = [*products]
         products.clear()
-        return gated(self.operation.gated.activation, gate, up)
+        return gated(self.operation.gated.activation, *parts)
 
     def gated_vjp(self, products: list[mx.array], da: mx.array) -> list[mx.array]:
         """The gradients (T, w) of a slice's gate and up, which are consumed."""
-        gate, up = products
+        parts = [*products, da]
         products.clear()
-        return [*gated_vjp(self.operation.gated.activation, gate, up, da)]
+        return gated_vjp(self.operation.gated.activation, *parts)
 
     def finished(
         self,
@@ -307,8 +314,8 @@ class _Mlp:
 
     def finish_adapters(self, x: mx.array, into: Sequence[_Into], gradients: Gradients) -> None:
         """Add the gradients of the adapters of gate and up."""
-        for product, each in zip(self.into_products, into, strict=True):
-            adapter = each.adapter
+        for (product, *_), each in zip(self.parts, into, strict=True):
+            adapter = each.adapter  # of both halves of a matrix there is one
             if adapter is None or adapter.d_b is None:
                 continue
             given = self.linear.dropped(x, adapter.mask)
@@ -320,7 +327,7 @@ class _Mlp:
     def finished_input(self, into: Sequence[_Into], dx: mx.array) -> mx.array:
         """dx (T, C) with the parts of the adapters of gate and up."""
         for each in into:
-            if (adapter := each.adapter) is not None:
+            if (adapter := each.adapter) is not None and not each.first:
                 self.tools.arrays.settle(dx)
                 lora, through_b = adapter.lora, adapter.through_b
                 dx = self.linear.add_lora_input(dx, lora, through_b, adapter.mask)
@@ -379,6 +386,10 @@ class _DownBackward:
         pair, self.d_a = (self.d_a, d_b), None
         self.mlp.tools.arrays.settle(pair)
         accumulate(gradients, {self.mlp.down_product.name: pair}, self.mlp.tools.arrays)
+
+
+def _from(first: int, columns: slice) -> slice:
+    return slice(first + columns.start, first + columns.stop)
 
 
 def _after(loras: Loras, tokens: int) -> Loras:

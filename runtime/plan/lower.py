@@ -186,6 +186,7 @@ def lower(
         sizes.evaluation,
         compute_dtype,
         sizes.in_place,
+        widths.stacked,
     )
     first = manifest.first_adapted
     return LoweredModel(blocks, execution, sizes.materialize_blocks, first, context)
@@ -228,13 +229,14 @@ class _Widths:
     """The rows of gate and up, and the columns of down, that MLPs take at once, by full name.
 
     `backward` has both for the backward pass. `experts` are the columns of down where an expert at
-    a time is taken.
+    a time is taken. `stacked` are the rows of one of gate and up, which may lie in one matrix.
     """
 
     rows: dict[str, int] = field(default_factory=dict)
     columns: dict[str, int] = field(default_factory=dict)
     backward: dict[str, int] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)
+    stacked: dict[str, int] = field(default_factory=dict)
 
 
 def _slice_widths(manifest: Manifest, blocks: Sequence[LoweredBlock], sizes: Sizes) -> _Widths:
@@ -248,6 +250,7 @@ def _slice_widths(manifest: Manifest, blocks: Sequence[LoweredBlock], sizes: Siz
                 width = width_of(gate, last, sizes.tile_values)
                 widths.rows |= dict.fromkeys(into, width) | {down: last.rows}
                 widths.columns[down] = width
+                widths.stacked |= dict.fromkeys(into, last.columns)
                 widths.backward |= dict.fromkeys((*into, down), width_of(gate, last, most))
             elif isinstance(operation, Experts):
                 gate, _, last = operation.of_one(tensor, manifest.matrices)

@@ -1,4 +1,4 @@
-"""Folding a gated MLP into one operation that runs a slice of its width at a time.
+"""Folding an MLP into one operation that runs a slice of its width at a time.
 
 An MLP's inner values are several times as wide as the hidden states. With slices they never exist
 whole (`runtime.operations.sliced_mlp`).
@@ -17,7 +17,7 @@ from runtime.operations.sliced_mlp import SlicedMlp
 
 
 def fold(program: Program) -> Program:
-    """The program with each gated MLP as one `SlicedMlp` operation."""
+    """The program with each MLP as one `SlicedMlp` operation."""
     operations = list(program.operations)
     for at in range(len(operations) - 3, -1, -1):
         into, between, down = operations[at : at + 3]

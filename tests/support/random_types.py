@@ -29,10 +29,11 @@ _IN_LLAMA_CPP: dict[str, dict[str, object]] = {
 }
 
 
-def random_bundle(folder: Path, model_type: str, **changes: object) -> Bundle:
-    """Of a model type with random weights, in float32, with settings that llama.cpp has."""
+def random_bundle(folder: Path, model_type: str, bits: int = 32, **changes: object) -> Bundle:
+    """Of a model type with random weights, in so many bits, with settings that llama.cpp has."""
     changes = {**_IN_LLAMA_CPP.get(model_type, {}), **changes}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "tiny-other", tiny(model_type, **changes))
-        made = settings("random:tiny-other", folder / "bundle", bits=32, seq_lens=(64,))
+        groups = {} if bits == 32 else {"group_size": 32}
+        made = settings("random:tiny-other", folder / "bundle", bits=bits, seq_lens=(64,), **groups)
         return runnable(export_bundle(made).path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from oracles.whole_model import relative_error
 from support.bundles import Rng, Tiny
 from support.models import each_family, model_of
 
-from export.cut.properties import GATES, gated_activation
+from export.cut.properties import ACTIVATIONS, gated_activation
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.operations.base import Call, Operation
@@ -42,13 +43,19 @@ def exact(name: str, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if name == "silu":
         s = 1 / (1 + np.exp(-g))
         return g * s, s * (1 + g * (1 - s))
+    if name == "gelu":
+        p = (1 + np.vectorize(math.erf)(g / np.sqrt(2))) / 2
+        return g * p, p + g * np.exp(-(g**2) / 2) / np.sqrt(2 * np.pi)
+    if name.startswith("relu"):
+        f = np.maximum(g, 0)
+        return (f, np.sign(f)) if name == "relu" else (f**2, 2 * f)
     root = np.sqrt(2 / np.pi)
     t = np.tanh(root * (g + 0.044715 * g**3))
     slope = root * (1 + 3 * 0.044715 * g**2)
     return g * (1 + t) / 2, (1 + t) / 2 + g * (1 - t * t) * slope / 2
 
 
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("chunks", [0, 1, 2])
 def test_the_kernel_computes_the_activation(rng: Rng, name: str, chunks: int) -> None:
     shape = (1, int(rng.integers(1, 9)), chunks * CHUNK_VALUES // 8 + int(rng.integers(1, 99)))
@@ -59,13 +66,19 @@ def test_the_kernel_computes_the_activation(rng: Rng, name: str, chunks: int) ->
     expected = (f * wide[1], wide[2] * wide[1] * slope, wide[2] * f)
     # 1 + tanh cancels where g is below 0, so that the error follows the operands, not the result
     operands = (wide[0] * wide[1], wide[2] * wide[1], wide[2] * wide[0])
+    if name == "relu2":
+        operands = expected
     for computed, values, scale in zip(found, expected, operands, strict=True):
         assert np.abs(np.array(computed) - values).max() <= ROUNDED * np.abs(scale).max()
+    assert mx.array_equal(gated(name, g), gated(name, g, mx.ones(shape)))  # without a gate
+    (alone,) = gated_vjp(name, g, dy)
+    error = np.abs(np.array(alone) - wide[2] * slope).max()
+    assert error <= ROUNDED * max(np.abs(wide[2]).max(), np.abs(wide[2] * slope).max())
     for x, before in zip((g, u, dy), wide, strict=True):
         assert (np.array(x) == before).all()
 
 
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_value_does_not_depend_on_its_neighbours(rng: Rng, name: str) -> None:
     """Else a tile of tokens, or a lane, would not be what the whole is, bit for bit."""
     g, u, dy = (normal(rng, 1, 7, CHUNK_VALUES // 5) for _ in range(3))
@@ -77,14 +90,16 @@ def test_a_value_does_not_depend_on_its_neighbours(rng: Rng, name: str) -> None:
         assert mx.array_equal(one, all_[:, first:last])
 
 
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_large_values_are_flat_and_no_number_stays_none(name: str) -> None:
     g = mx.array([-1e4, -200.0, 0.0, 200.0, 1e4, float("nan")])
     one = mx.ones(g.shape)
     y, (d_gate, d_up) = gated(name, g, one), gated_vjp(name, g, one, one)
-    expected = [0, 0, 0, 200, 1e4]
+    with np.errstate(over="ignore"):
+        f, slope = exact(name, np.array(g)[:-1].astype(np.float64))
+    expected = f.astype(np.float32).tolist()
     assert np.array(y)[:-1].tolist() == expected == np.array(d_up)[:-1].tolist()
-    assert np.array(d_gate)[:-1].tolist() == [0, 0, 0.5, 1, 1]
+    assert np.array(d_gate)[:-1].tolist() == slope.astype(np.float32).tolist()
     assert all(np.isnan(np.array(x)[-1]) for x in (y, d_gate, d_up))
 
 
@@ -186,23 +201,32 @@ def test_the_plan_counts_a_kernel_on_a_cpu_and_graphs_on_a_gpu(tiny: Tiny) -> No
     assert gpu.graph_file_bytes() - cpu.graph_file_bytes() == expected
 
 
-def asked(function: Callable[[mx.array, mx.array], mx.array]) -> Activation:
-    def forward(g: mx.array, u: mx.array) -> list[mx.array]:
-        return [function(g, u)]
+def asked(function: Callable[..., mx.array], *widths: int) -> Activation:
+    """What a function of arrays of these widths is taken for, which returns one of 32."""
 
-    def vjp(g: mx.array, u: mx.array, dy: mx.array) -> list[mx.array]:
-        return mx.vjp(forward, [g, u], [dy])[1]
+    def forward(*given: mx.array) -> list[mx.array]:
+        return [function(*given)]
 
-    return gated_activation(forward, vjp, (1, 4, 32))
+    def vjp(*given: mx.array) -> list[mx.array]:
+        return mx.vjp(forward, given[:-1], given[-1:])[1]
+
+    return gated_activation(forward, vjp, *((1, 4, width) for width in (*widths, 32)))
 
 
 def test_only_what_is_the_activation_is_taken_for_it() -> None:
-    assert asked(lambda g, u: g / (1 + mx.exp(-g)) * u) == "silu"
-    assert asked(lambda g, u: u * nn.gelu_approx(g)) == "gelu_tanh"
-    assert asked(lambda g, u: nn.gelu(g) * u) == ""
-    assert asked(lambda g, u: nn.gelu_fast_approx(g) * u) == ""
-    assert asked(lambda g, u: nn.silu(u) * g) == ""
-    assert asked(lambda g, u: nn.silu(g) + u) == ""
-    assert asked(lambda g, u: nn.relu(g) * u) == ""
-    assert asked(lambda g, u: nn.silu(mx.clip(g, -20, 20)) * u) == ""
-    assert asked(lambda g, u: nn.silu(mx.stop_gradient(g)) * u) == ""
+    two = (32, 32)
+    assert asked(lambda g, u: g / (1 + mx.exp(-g)) * u, *two) == "silu"
+    assert asked(lambda g, u: u * nn.gelu_approx(g), *two) == "gelu_tanh"
+    assert asked(lambda g, u: nn.gelu(g) * u, *two) == "gelu"
+    assert asked(lambda g, u: nn.gelu_fast_approx(g) * u, *two) == ""
+    assert asked(lambda g, u: nn.silu(u) * g, *two) == ""
+    assert asked(lambda g, u: nn.silu(g) + u, *two) == ""
+    assert asked(lambda g, u: mx.maximum(g, 0) * u, *two) == "relu"
+    assert asked(lambda g, u: nn.silu(mx.clip(g, -20, 20)) * u, *two) == ""
+    assert asked(lambda g, u: nn.silu(mx.stop_gradient(g)) * u, *two) == ""
+    assert asked(lambda gu: nn.silu(gu[..., :32]) * gu[..., 32:], 64) == "silu"
+    assert asked(lambda gu: nn.silu(gu[..., 32:]) * gu[..., :32], 64) == ""
+    assert asked(lambda gu: nn.silu(gu[..., ::2]) * gu[..., 1::2], 64) == ""
+    assert asked(lambda g: mx.square(mx.maximum(g, 0)), 32) == "relu2"
+    assert asked(lambda g: nn.gelu(g), 32) == "gelu"
+    assert asked(lambda g: nn.leaky_relu(g), 32) == ""

@@ -24,6 +24,7 @@ from support.models import (
     rows_of,
 )
 from support.plans import demand_of
+from support.random_types import random_bundle
 
 from runtime.arrays.arrays import CpuArrays
 from runtime.arrays.dropout import Dropout
@@ -134,6 +135,45 @@ def test_gradients_are_autograds(
         loss, found = mebp(model, adapters, rows, tmp_path, kept)
         assert loss.loss_sum / loss.scored_tokens == pytest.approx(expected_loss, rel=1e-5)
         agree(found, expected)
+
+
+@pytest.mark.parametrize(("model_type", "halves"), [("phi3", 2), ("gpt2", 1)])
+def test_both_halves_of_a_matrix_and_mlps_without_a_gate(
+    rng: Rng, tmp_path: Path, model_type: str, halves: int
+) -> None:
+    """With dropout and biases: the oracle's gradients, bits of lanes, and tiles that stay."""
+    bundle = with_lora(random_bundle(tmp_path, model_type), dropout=0.2)
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    dropout = StepDropout(3, 0.2, 1)
+    dense = reference.dense_model(bundle, adapters, dropout)
+    places = [(number, 0) for number, _ in enumerate(rows)]
+    given = [(row.tokens, row.scored) for row in rows]
+    expected_loss, expected = reference.gradients(dense, given, places)
+    model = model_of(bundle, 64, tile_values=5000, slices=True)
+    loss, found = mebp(model, adapters, rows, tmp_path, dropout=dropout)
+    assert loss.loss_sum / loss.scored_tokens == pytest.approx(expected_loss, rel=1e-5)
+    agree(found, expected)
+    block = model.blocks[1]
+    (mlp,) = [one for one in model.lowered.blocks[1].program.operations if type(one) is SlicedMlp]
+    (matrix,) = [bundle.manifest.matrices[name] for name in mlp.into.matrices(block.tensor)]
+    (down,) = [bundle.manifest.matrices[name] for name in mlp.down.matrices(block.tensor)]
+    ranges, step = (
+        [*model.matrices.ranges(matrix)],
+        mlp.width(block.tensor, model.lowered.execution, False),
+    )
+    parts = [(at, min(at + step, down.columns)) for at in range(0, down.columns, step)]
+    assert len(parts) > 1 and ranges == [
+        (half * down.columns + start, half * down.columns + stop)
+        for half in range(halves)
+        for start, stop in parts
+    ]
+    loras = [adapters_of(bundle, rng).loras(block) for _ in range(3)]
+    xs = [mx.array(rng.standard_normal((1, 64, 64)).astype(np.float32)) for _ in loras]
+    together = model.forward_lanes(block, list(xs), loras)
+    model.matrices.materialize([matrix])
+    alone = [model.forward(block, x, lora) for x, lora in zip(xs, loras, strict=True)]
+    assert all(mx.array_equal(one, other) for one, other in zip(alone, together, strict=True))
+    assert {*model.matrices.materialized} == {(matrix.packed.offset, *part) for part in ranges}
 
 
 def test_more_tokens_than_are_taken_at_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from support.lengths import pairs
 from support.models import FAMILIES, MIXERS, adapters_of, each_family
 from support.plans import LINUX
 from support.prefixes import prefix_of, with_prefix
+from support.random_types import random_bundle
 
 from runtime.adapters.lora import LoraSettings
 from runtime.arrays.packed_rows import PackedRows, Stored
@@ -111,6 +113,19 @@ def test_matrices_of_any_layout_are_decoded(
     expected = dense_logits(bundle, adapters, tokens)
     in_place = ["in place"] if plan_decoding(bundle, 10**9, CONTEXT).in_place else []
     for kind in ("frugal", "half", *in_place):
+        decoder = Decoder(open_session(bundle, plan_of(bundle, kind)), adapters)
+        for end, logits in read_in_parts(decoder, tokens, rng).items():
+            assert agrees(logits, expected[end - 1])
+
+
+@pytest.mark.parametrize("model_type", ["phi3", pytest.param("nemotron", marks=pytest.mark.slow)])
+def test_halves_of_one_matrix_and_mlps_without_a_gate_are_decoded(
+    rng: Rng, tmp_path: Path, model_type: str
+) -> None:
+    bundle = random_bundle(tmp_path, model_type, bits=4)
+    adapters, tokens = adapters_of(bundle, rng), tokens_of(bundle, rng, 40)
+    expected = dense_logits(bundle, adapters, tokens)
+    for kind in ("frugal", "in place"):
         decoder = Decoder(open_session(bundle, plan_of(bundle, kind)), adapters)
         for end, logits in read_in_parts(decoder, tokens, rng).items():
             assert agrees(logits, expected[end - 1])
