@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from support.bundles import Rng, put, settings
 from support.checkpoints import weights_of, write_folder
 from support.files import listing
-from support.runs import here, struck
+from support.runs import here, refuses, struck, succeeds
 
 from export import graph_files
 from export.bundle import export_bundle
@@ -229,10 +228,6 @@ def test_a_configuration_of_another_model_is_refused(
     assert listing(tmp_path) == []
 
 
-def export(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return here("export", *arguments)
-
-
 TENSOR = "model.layers.1.mlp.up_proj"  # when it is written, others have been and more will be
 
 
@@ -254,8 +249,7 @@ def test_a_killed_export_is_replaced_by_the_next(tmp_path: Path) -> None:
     done = struck(signal.SIGKILL, TENSOR, "export", "random:tiny-qwen2", "-o", output)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert partial.is_dir() and not output.exists()
-    done = export("random:tiny-llama", "-o", output, "--seq-lens", "16")
-    assert done.returncode == 0, done.stderr
+    succeeds("export", "random:tiny-llama", "-o", output, "--seq-lens", "16", by=here)
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
@@ -270,10 +264,8 @@ def test_refusals(tmp_path: Path) -> None:
         (["random:tiny-llama", "--frobnicate"], 2, "frobnicate"),
     ]
     for arguments, code, said in cases:
-        done = export(*arguments, "-o", output)
-        assert done.returncode == code, (arguments, done.stderr)
-        assert said in done.stderr and "Traceback" not in done.stderr, done.stderr
+        refuses(code, said, "export", *arguments, "-o", output)
         assert not output.exists() and not (tmp_path / ".bundle.partial").exists(), arguments
-    assert export("random:tiny-llama", "-o", output, "--seq-lens", "16").returncode == 0
-    again = export("random:tiny-llama", "-o", output, "--seq-lens", "16")
-    assert again.returncode == 2 and "--force" in again.stderr
+    words = ("export", "random:tiny-llama", "-o", output, "--seq-lens", "16")
+    succeeds(*words, by=here)
+    refuses(2, "--force", *words)

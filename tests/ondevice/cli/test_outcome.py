@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from support.bundles import copied, manifest_of, rewrite
 from support.checkpoints import weights_of, write_folder
-from support.runs import COMMAND, here, ondevice
+from support.runs import COMMAND, here, ondevice, refuses
 
 from ondevice.cli.outcome import DESCRIPTORS, outcome_of
 from runtime.bundle.store import WEIGHTS, Bundle
@@ -40,9 +40,7 @@ def run(origin: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ends(code: int, told: str, *arguments: object) -> None:
     """The command says so and ends with this code, and says nothing of Python's."""
-    done = ondevice(*arguments)
-    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
-    assert told in done.stderr
+    refuses(code, told, *arguments, by=ondevice)
 
 
 def written(path: Path, text: str | bytes) -> Path:
@@ -141,8 +139,7 @@ def test_replay_of_a_run_that_cannot_be_written(run: Path, tmp_path: Path) -> No
     [(4, ["inspect"]), (2, ["report"]), (2, ["replay"]), (2, ["train", "--resume"])],
 )
 def test_names_longer_than_the_file_system_takes(code: int, command: list[str]) -> None:
-    done = ondevice(*command, "x" * 5000)
-    assert (done.returncode, "File name too long" in done.stderr) == (code, True), done.stderr
+    done = refuses(code, "File name too long", *command, "x" * 5000, by=ondevice)
     assert len(done.stderr) < 1000
 
 
@@ -247,8 +244,7 @@ NINES = "9" * 5000
     ],
 )
 def test_absurd_settings(origin: Bundle, tmp_path: Path, options: list[str], told: str) -> None:
-    done = here("train", origin.path, *ROW, *options, "--output", tmp_path / "run")
-    assert (done.returncode, told in done.stderr) == (2, True), done.stderr
+    done = refuses(2, told, "train", origin.path, *ROW, *options, "--output", tmp_path / "run")
     assert len(done.stderr) < 1000
 
 
