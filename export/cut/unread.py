@@ -17,7 +17,7 @@ import mlx.core as mx
 from export.cut.tape import Tape
 from export.cut.taps import Taps
 from export.cut.trace import trace
-from export.sources.families import build_model
+from export.sources.families import OF_MLX_LM, build_model
 from export.sources.general import (
     LOCAL_BASE,
     arguments_of,
@@ -106,7 +106,11 @@ def unread(
     heeded = _heeded(settings, defaults or {})
     before = ""
     alike = _OTHERWISE | _OF_FAMILY.get(family, {})
-    found = {key: settings[key] for key in alike if settings.get(key) not in alike[key]}
+    found = {
+        key: settings[key]
+        for key in alike
+        if settings.get(key) not in alike[key] and not is_own_default(family, key, settings[key])
+    }
     for key, value in settings.items():
         if "softcap" in key and value is None and (defaults or {}).get(key) is not None:
             found[key] = value  # classes cap with their own number, then
@@ -129,7 +133,8 @@ def unread(
             before = before or _checked(family, config, where)
             if _traced(family, {**config, own: another_value(key, value)}) != before:
                 continue
-        is_own = defaults is not None and key not in defaults and not changes_layers
+        is_own = defaults is not None and key not in defaults
+        is_own = is_own and (not changes_layers or key in OF_MLX_LM.get(family, ()))
         if is_own and is_own_default(family, own, value):
             continue  # transformers has no setting for it
         found[key] = value

@@ -18,6 +18,7 @@ from export.sources.general import (
     model_classes,
     model_module,
     normalised,
+    sanitized,
     text_family,
     text_settings,
 )
@@ -151,6 +152,7 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
     mx.eval(mx.random.state)  # else lazy parameters depend on those of all models before this one
     try:
         model = make(settings.from_dict(deepcopy(config)))
+        install(model)
     except (
         TypeError,
         ValueError,
@@ -160,10 +162,10 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
         AssertionError,
     ) as e:
         why = next(iter(str(e).strip().splitlines()), type(e).__name__)
+        why = f"it asks for {why}" if isinstance(e, KeyError) else why
         raise BundleError(
             f"{where}: {family} cannot be built from this configuration: {why}"
         ) from e
-    install(model)
     capped.install(model)
     if "partial_rotary_factor" not in arguments_of(family):
         turn_part(model, config.get("partial_rotary_factor", 1))
@@ -171,7 +173,7 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
         own = dict(tree_flatten(model.parameters()))
         if config.get("tie_word_embeddings", True):
             own.pop("lm_head.weight", None)
-        model.sanitize(own)
+        sanitized(model, own, where)
     numbers = [(name, one[None]) for name, one in tree_flatten(model.parameters()) if not one.ndim]
     model.update(tree_unflatten(numbers))
     return model
@@ -189,7 +191,7 @@ def stored_numbers(family: str, config: dict[str, Any]) -> set[str]:
     parameters = tree_flatten(model.parameters())
     vectors = {name: value[None] for name, value in parameters if not value.ndim}
     if vectors and hasattr(model, "sanitize"):
-        vectors = model.sanitize(vectors)
+        vectors = sanitized(model, vectors, "config")
     return {name for name, value in vectors.items() if value.ndim}
 
 

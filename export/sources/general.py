@@ -15,6 +15,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
+from importlib import metadata
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -126,7 +127,8 @@ def arguments_of(family: str) -> set[str]:
 def is_own_default(family: str, key: str, value: Any) -> bool:
     """Whether a class of mlx-lm takes this value for a setting that is left out."""
     parameter = _parameters(family).get(key)
-    return parameter is not None and parameter.default == value
+    # a comma too many in dots1's class makes a tuple of one
+    return parameter is not None and parameter.default in (value, (value,))
 
 
 @cache
@@ -514,10 +516,7 @@ def tensors_made(
     rows_in = {name: of_rows(name, shape, rows) for (name, shape), rows in sized}
     columns_in = {name: of_columns(shape) for name, shape in shapes.items()}
     names = {id(array): name for name, array in rows_in.items()}
-    try:
-        rows_out, columns_out = (_sanitized(model, one) for one in (rows_in, columns_in))
-    except (LookupError, ValueError, TypeError, AttributeError) as e:
-        raise BundleError(f"{where}: mlx-lm cannot read these tensors: {e!r:.200}") from e
+    rows_out, columns_out = (_sanitized(model, one, where) for one in (rows_in, columns_in))
     made: dict[str, list[Made]] = {}
     of_source = dict(zip(shapes, heights, strict=True))
     for name, array in rows_out.items():
@@ -531,10 +530,27 @@ def tensors_made(
     return made
 
 
-def _sanitized(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What `sanitize` makes of tensors; Gemma 3's takes the head from the model, once."""
+def sanitized(model: Any, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What the class's `sanitize` makes of tensors. Raises BundleError if it does not take them."""
+    try:
+        made: dict[str, Any] = model.sanitize(dict(tensors))
+    except (LookupError, ValueError, TypeError, AttributeError) as e:
+        of_mlx_lm = type(model).__module__.startswith("mlx_lm.")
+        version = f" of mlx-lm {metadata.version('mlx-lm')}" if of_mlx_lm else ""
+        found = f"asks for {e.args[0]}" if isinstance(e, KeyError) else f"says {e!r:.200}"
+        raise BundleError(
+            f"{where}: {type(model).__module__}.{type(model).__name__}{version} cannot read these "
+            f"tensors: it {found}. A file of the checkpoint is missing or damaged, or it was saved "
+            "in a form that this version does not know: download it again, or install another "
+            "version of mlx-lm"
+        ) from e
+    return made
+
+
+def _sanitized(model: Any, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The same; Gemma 3's takes the head from the model, once."""
     head = model.get("lm_head")
-    made: dict[str, Any] = model.sanitize(dict(tensors))
+    made = sanitized(model, tensors, where)
     if head is not None:
         model.lm_head = head
     return made
@@ -565,10 +581,7 @@ def shifts(model: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> dic
         one = mx.array(value)
         return {name: mx.broadcast_to(one, shape) for name, shape in shapes.items()}
 
-    try:
-        from_zeros, from_ones = (_sanitized(model, made_of(value)) for value in (0.0, 1.0))
-    except (LookupError, ValueError, TypeError, AttributeError) as e:
-        raise BundleError(f"{where}: mlx-lm cannot read these tensors: {e!r:.200}") from e
+    from_zeros, from_ones = (_sanitized(model, made_of(value), where) for value in (0.0, 1.0))
     found = {}
     for name, array in from_zeros.items():
         if array.ndim == 1 and name in shapes:

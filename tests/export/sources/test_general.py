@@ -109,6 +109,19 @@ def test_filters_are_turned_and_norms_are_shifted() -> None:
         tensors_made(Model(lambda w: {"filter": w["f"][:, :, ::-1]}), shapes, "x")
 
 
+def test_a_class_that_misses_a_tensor_is_named_with_it_and_a_way_out() -> None:
+    """As those do that stack experts, of a checkpoint with a file too few."""
+    said = r"Model cannot read these tensors: it asks for experts\.1\. A file .* download it again"
+    for read in (tensors_made, shifts):
+        with pytest.raises(BundleError, match=f"x: .*{said}"):
+            read(Model(lambda weights: {"all": weights["experts.1"]}), SHAPES, "x")
+    raw = tiny("dots1")
+    config = normalise_config(raw, "x", True)
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    with pytest.raises(BundleError, match=r"mlx_lm\.models\.dots1\.Model of mlx-lm [\d.]+ cannot"):
+        tensors_made(build_model("dots1", config), {name: (32, 64)}, "x")
+
+
 def test_a_tied_model_is_sanitized_more_than_once() -> None:
     model = build_model("gemma3_text", normalise_config(tiny("gemma3_text"), "x", True))
     shapes = parameter_shapes(model)
@@ -283,6 +296,10 @@ def test_another_value_than_the_usual_is_refused() -> None:
         ("lfm2", {"conv_L_cache": 4}, True),
         ("afmoe", {"topk_group": 1}, True),  # as its class has it where it is left out
         ("dots1", {"scoring_func": "softmax"}, False),
+        ("dots1", {"scoring_func": "noaux_tc"}, True),
+        ("glm4", {"rope_traditional": True}, True),
+        ("gemma4_text", {"global_partial_rotary_factor": 0.25}, True),
+        ("gemma4_text", {"global_partial_rotary_factor": 0.5}, False),
     ],
 )
 def test_settings_are_found_that_a_class_passes_over(
