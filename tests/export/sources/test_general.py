@@ -283,6 +283,11 @@ def test_another_value_than_the_usual_is_refused() -> None:
         ("lfm2", {"conv_L_cache": 4}, True),
         ("afmoe", {"topk_group": 1}, True),  # as its class has it where it is left out
         ("dots1", {"scoring_func": "softmax"}, False),
+        # Granite 4.0 micro, and Gemma 4 31B, which turns images alone around
+        ("granitemoehybrid", {"num_experts_per_tok": 0}, True),
+        ("granitemoehybrid", {"position_embedding_type": "nope", "rope_theta": 1e7}, True),
+        ("gemma4_text", {"use_bidirectional_attention": "vision"}, True),
+        ("gemma4_text", {"use_bidirectional_attention": "all", "is_causal": False}, False),
     ],
 )
 def test_settings_are_found_that_a_class_passes_over(
