@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from runtime.bundle.manifest import Manifest
+from runtime.bundle.positions import longest_sequence
 from runtime.bundle.store import Bundle
 from runtime.config.generate import GenerateConfig, GenerationConfig
 from runtime.core.errors import UsageError
@@ -289,7 +289,7 @@ class Generating:
             bundle = to_apply(adapter, open_checked(config.bundle, config.device, note), note)
             with Prompts(bundle, note) as prompts:
                 prompt = prompts.write(config.said)
-            limit = longest_sequence(bundle.manifest)
+            limit = longest_sequence(bundle.manifest.config)
             context = len(prompt.tokens) + config.max_tokens
             if limit is not None:
                 context = _within(limit, len(prompt.tokens), config.max_tokens, note)
@@ -339,12 +339,6 @@ def generation_of(
 def sampling_of(config: GenerationConfig) -> Sampling:
     """How a configuration chooses tokens."""
     return Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.seed)
-
-
-def longest_sequence(manifest: Manifest) -> int | None:
-    """The most tokens for which a model was made; None where its configuration does not say."""
-    longest = manifest.config.get("max_position_embeddings")
-    return longest if isinstance(longest, int) and longest > 0 else None
 
 
 def _within(limit: int, prompt: int, max_tokens: int, note: Note) -> int:
