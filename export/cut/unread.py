@@ -58,6 +58,7 @@ _OTHERWISE: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, True),
     "per_layer_config": (None, {}),
     "rope_traditional": (None, False),
+    "use_bidirectional_attention": (None, False, "vision"),  # to and from images alone
 }
 _OF_FAMILY = {"gpt_bigcode": {"multi_query": (None, True)}}  # the order of queries, keys and values
 _WINDOWS = re.compile("window|layer_types")  # settings that transformers' class has to know
@@ -118,7 +119,9 @@ def unread(
         is_turned_off = has_default and value is not None and not value
         where_off = settings if key in _SAYS_WHERE else heeded
         is_off = _is_off(key, value, where_off, longest) and not is_turned_off
-        if key in told or _is_neutral(key) or is_off:
+        if key in told or key in alike or _is_neutral(key) or is_off:
+            continue
+        if key == "num_experts_per_tok" and not _count_of_experts(settings):
             continue
         if key == _PATTERN and (given.get("layer_types") or value == settings.get(_PATTERN[1:])):
             continue
@@ -155,6 +158,10 @@ def _is_neutral(key: str) -> bool:
     return key.endswith(sizes) and not re.search("window|chunk", key)
 
 
+def _count_of_experts(settings: Mapping[str, Any]) -> Any:
+    return settings.get("num_local_experts") or settings.get("num_experts")
+
+
 def _way_out(found: Mapping[str, Any], given: Mapping[str, Any], lengths: Sequence[int]) -> str:
     if not any("window" in key for key in found):
         return ""
@@ -179,6 +186,8 @@ def _is_off(key: str, value: Any, settings: Mapping[str, Any], longest: int) -> 
         return full or (alike and wide)
     if key == LOCAL_BASE:
         return full
+    if key == "rope_theta":
+        return settings.get("position_embedding_type") == "nope"
     if key == "partial_rotary_factor":
         dims = settings.get("head_dim") or 0
         return bool(value == 1 or value * dims == settings.get("rotary_dim"))

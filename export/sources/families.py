@@ -24,6 +24,7 @@ from export.sources.general import (
 )
 from export.sources.rope import ORIGINAL_LENGTH, install, turn_part
 from export.sources.windows import layer_types
+from runtime.bundle.positions import positions_of, short_length
 from runtime.core.errors import BundleError, UsageError
 
 TEXT_TYPES = {"qwen3_5_text": "qwen3_5"}  # whose module has the text model's class too
@@ -239,12 +240,12 @@ def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
 
     That is longrope beyond its original length: a bundle's graphs hold its short factors alone.
     """
-    scaling = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     limits = {}
+    scaling = positions_of(config)
     if scaling.get("llama_4_scaling_beta"):  # counts positions, which go on in packed rows
         limits[f"llama_4_scaling_beta with {ORIGINAL_LENGTH}"] = scaling[ORIGINAL_LENGTH]
-    if scaling.get("short_factor") != scaling.get("long_factor"):
-        limits[f"longrope with {ORIGINAL_LENGTH}"] = scaling[ORIGINAL_LENGTH]
+    if (length := short_length(config)) is not None:
+        limits[f"longrope with {ORIGINAL_LENGTH}"] = length
     for name, longest in limits.items():
         if max(lengths) > longest:
             raise UsageError(

@@ -1,7 +1,8 @@
 """Rotary positions as transformers computes them, where mlx-lm's own classes leave settings out.
 
 A scaling's settings are each used, without effect, or refused by name. Frequencies that depend on
-the length of the sequence are refused: a bundle's graphs hold them as constants.
+the length of the sequence are refused, but longrope's within its original length: a bundle's graphs
+hold them as constants.
 """
 
 from __future__ import annotations
@@ -92,8 +93,6 @@ def checked_scaling(
             settings.setdefault("factor", longest / length)
     if missing := [name for name in _NEEDED[kind] if name not in settings]:
         raise BundleError(f"{where}: rope_type {kind!r} needs {', '.join(missing)}")
-    if kind == "longrope":
-        _check_longrope(settings, config, where)
     return {"rope_type": kind, **settings}
 
 
@@ -107,18 +106,6 @@ def with_fixed_base(scaling: dict[str, Any], config: dict[str, Any]) -> dict[str
     dims = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     base = scaling.get("rope_theta") or config["rope_theta"]
     return {"rope_type": "default", "rope_theta": base * scaling["alpha"] ** (dims / (dims - 2))}
-
-
-def _check_longrope(settings: dict[str, Any], config: dict[str, Any], where: str) -> None:
-    length = settings[ORIGINAL_LENGTH]
-    longest = config.get("max_position_embeddings") or length
-    if longest > length and settings["short_factor"] != settings["long_factor"]:
-        raise BundleError(
-            f"{where}: longrope turns sequences of at most {length} tokens and longer ones "
-            "differently, and a bundle's graphs hold one of both; to train on shorter ones, set "
-            f"max_position_embeddings (now {longest}) to {length} there, and factor of the scaling "
-            f"to {longest / length:g}"
-        )
 
 
 def yarn(scaling: dict[str, Any], base: float, dims: int) -> tuple[F32, float]:

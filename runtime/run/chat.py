@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from runtime.bundle.positions import longest_sequence
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import UsageError
 from runtime.core.notes import Note, silent, warning
@@ -18,7 +19,6 @@ from runtime.run.generate import (
     Generator,
     Prompts,
     generation_of,
-    longest_sequence,
 )
 from runtime.run.lora import to_apply
 from runtime.run.results import Generation
@@ -44,7 +44,9 @@ class Chat:
         self._meter.__enter__()
         bundle = open_checked(self.config.bundle, self.config.device, self._note)
         require_template(bundle.path)
-        self._context = _within(longest_sequence(bundle.manifest), self.config.context, self._note)
+        self._context = _within(
+            longest_sequence(bundle.manifest.config), self.config.context, self._note
+        )
         self._prompts = Prompts(to_apply(self._adapter, bundle, self._note), self._note)
         return self
 
@@ -74,7 +76,7 @@ class Chat:
             self._open()
         assert self._generator is not None
         if len(prompt.tokens) >= (most := self._generator.context):
-            limit = longest_sequence(self._prompts.bundle.manifest)
+            limit = longest_sequence(self._prompts.bundle.manifest.config)
             more = "" if most == limit else ", or give a larger --context"
             whose = "the model was made for" if most == limit else "its context holds"
             raise UsageError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from runtime.bundle.manifest import Manifest
+from runtime.bundle.positions import longest_sequence
 from runtime.bundle.store import Bundle
 from runtime.config.generate import GenerateConfig, GenerationConfig
 from runtime.core.errors import UsageError
@@ -247,7 +247,7 @@ class Generating:
             bundle = to_apply(adapter, open_checked(config.bundle, config.device, note), note)
             with Prompts(bundle, note) as prompts:
                 prompt = prompts.write(config.said)
-            limit = longest_sequence(bundle.manifest)
+            limit = longest_sequence(bundle.manifest.config)
             context = len(prompt.tokens) + config.max_tokens
             if limit is not None:
                 context = _within(limit, len(prompt.tokens), config.max_tokens, note)
@@ -277,12 +277,6 @@ def generation_of(
         predicted_peak_bytes=plan.predicted_peak_bytes,
         peak_footprint_bytes=meter.peak_bytes,
     )
-
-
-def longest_sequence(manifest: Manifest) -> int | None:
-    """The most tokens for which a model was made; None where its configuration does not say."""
-    longest = manifest.config.get("max_position_embeddings")
-    return longest if isinstance(longest, int) and longest > 0 else None
 
 
 def _within(limit: int, prompt: int, max_tokens: int, note: Note) -> int:

@@ -300,6 +300,11 @@ def test_another_value_than_the_usual_is_refused() -> None:
         ("glm4", {"rope_traditional": True}, True),
         ("gemma4_text", {"global_partial_rotary_factor": 0.25}, True),
         ("gemma4_text", {"global_partial_rotary_factor": 0.5}, False),
+        # Granite 4.0 micro, and Gemma 4 31B, which turns images alone around
+        ("granitemoehybrid", {"num_experts_per_tok": 0}, True),
+        ("granitemoehybrid", {"position_embedding_type": "nope", "rope_theta": 1e7}, True),
+        ("gemma4_text", {"use_bidirectional_attention": "vision"}, True),
+        ("gemma4_text", {"use_bidirectional_attention": "all", "is_causal": False}, False),
     ],
 )
 def test_settings_are_found_that_a_class_passes_over(

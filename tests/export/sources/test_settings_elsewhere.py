@@ -33,6 +33,7 @@ from export.sources.families import (
 from export.sources.gguf_config import llama3_factors
 from export.sources.random import PRESETS
 from export.sources.settings import unknown_settings
+from runtime.bundle.positions import longest_sequence
 from runtime.core.errors import BundleError, UsageError
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
@@ -192,11 +193,15 @@ def with_vision_tower(text: Settings) -> Settings:
     }
 
 
-def longropes(dims: int) -> tuple[dict[str, Settings], dict[str, Settings]]:
-    short, long = ([first + step * i for i in range(dims // 2)] for first, step in FACTORS.values())
-    equal = {"short_factor": short, "long_factor": short, **LENGTH}
-    unequal = {"short_factor": short, "long_factor": long}
-    computed = {
+def unequal_factors(dims: int) -> Settings:
+    made = ([first + step * i for i in range(dims // 2)] for first, step in FACTORS.values())
+    return dict(zip(FACTORS, made, strict=True))
+
+
+def longropes(dims: int) -> dict[str, Settings]:
+    unequal = unequal_factors(dims)
+    equal = {**dict.fromkeys(unequal, unequal["short_factor"]), **LENGTH}
+    return {
         "longrope, equal factors": rope("longrope", **equal),
         "longrope, attention_factor": rope("longrope", **equal, attention_factor=1.7),
         "longrope, factor": rope("longrope", **equal, factor=3.0),
@@ -206,7 +211,6 @@ def longropes(dims: int) -> tuple[dict[str, Settings], dict[str, Settings]]:
             "max_position_embeddings": 64,
         },
     }
-    return computed, {"longrope above its length": rope("longrope", **unequal, **LENGTH)}
 
 
 MADE = 40
@@ -363,14 +367,10 @@ def exported(folder: Path, source: str = "", exact: bool = False) -> tuple[np.nd
 def cases(family: str) -> tuple[dict[str, Settings], dict[str, Settings]]:
     """The settings that a family is computed with, and those that it is refused with."""
     computed, refused = (
-        {**shared, **own, **long}
-        for shared, own, long in zip(
-            (COMPUTED, REFUSED_BY_ALL),
-            OWN[family],
-            longropes(dims_of(PRESETS[f"tiny-{family}"])),
-            strict=True,
-        )
+        {**shared, **own}
+        for shared, own in zip((COMPUTED, REFUSED_BY_ALL), OWN[family], strict=True)
     )
+    computed |= longropes(dims_of(PRESETS[f"tiny-{family}"]))
     return (computed if family == "gemma3" else computed | TRUNCATE), refused
 
 
@@ -399,7 +399,7 @@ FAR = (
 )
 WIDE = r"sliding_window = {}.* or, to .*\(now 64\) and --seq-lens \(now 81\) to at most its width"
 WITHIN: dict[str, tuple[str, str, Settings]] = {  # family, what is said
-    "longrope": ("llama", FAR, longropes(32)[0]["longrope below its length"]),
+    "longrope": ("llama", FAR, rope("longrope", **unequal_factors(32), **LENGTH)),
     "a window by type": (
         *("qwen3", WIDE.format(64)),
         {**SHORT, "use_sliding_window": True, "sliding_window": 64, "layer_types": BOTH},
@@ -421,6 +421,7 @@ def test_lengths_at_which_a_setting_computes_otherwise_are_refused(
     check_lengths(config, (16, 64))
     refuse_unread(config["model_type"], config, raw, "x", (16, 64))
     write_model(tmp_path, raw, rng)
+    assert longest_sequence(config) == 64
     with pytest.raises((UsageError, BundleError), match=said):
         export_bundle(settings(tmp_path, tmp_path / "b", seq_lens=(64, 81)))
     assert not (tmp_path / "b").exists()

@@ -1,0 +1,31 @@
+"""The lengths for which the positions in a bundle's graphs are computed as its model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def positions_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of rotary positions of a bundle's configuration, flat."""
+    given = [config.get(name) for name in ("rope_parameters", "rope_scaling")]
+    return {key: value for one in given if isinstance(one, dict) for key, value in one.items()}
+
+
+def short_length(config: Mapping[str, Any]) -> int | None:
+    """The most tokens for which longrope has its short factors, which alone graphs hold.
+
+    None where positions are scaled otherwise, or its long factors are the same.
+    """
+    scaling = positions_of(config)
+    if scaling.get("short_factor") == scaling.get("long_factor"):
+        return None
+    length = scaling.get("original_max_position_embeddings")
+    return length if isinstance(length, int) else None
+
+
+def longest_sequence(config: Mapping[str, Any]) -> int | None:
+    """The most tokens for which a model was made; None where its configuration does not say."""
+    longest, short = config.get("max_position_embeddings"), short_length(config)
+    lengths = [one for one in (longest, short) if isinstance(one, int) and one > 0]
+    return min(lengths, default=None)
