@@ -115,7 +115,6 @@ LIES = [
     (f"{LAYER}/operations/1/gated", "silu"),
     (f"{LAYER}/operations/8/gated", "tanh"),
     (f"{LAYER}/operations/8/gated", "xielu"),  # which has parameters
-    (f"{LAYER}/operations/8/tokenwise", False),
     (f"{LAYER}/operations/8/inputs", [UP, GATE]),
     (f"{LAYER}/operations/8/vjp_inputs", [UP, GATE, "~mlp.down_proj.in"]),
     (f"{LAYER}/operations/8/vjp_outputs", [UP, GATE]),
