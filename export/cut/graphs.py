@@ -247,8 +247,11 @@ def _with_properties(
         operation = replace(operation, tokenwise=tokenwise)
     if operation.may_be_gated(values):
         names = (*operation.inputs, *operation.outputs)
-        shapes_at = (shape_at(values[name], tokens) for name in names)
-        operation = replace(operation, gated=gated_activation(forward, vjp, *shapes_at))
+        taken = [shape_at(shapes[name], tokens) for name in names]
+        parameters = len(operation.inputs) - len(operation.activations)
+        if all(math.prod(shapes[name]) == 1 for name in operation.inputs if is_parameter(name)):
+            gated = gated_activation(forward, vjp, *taken, parameters=parameters)
+            operation = replace(operation, gated=gated)
     return operation
 
 

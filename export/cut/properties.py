@@ -13,21 +13,24 @@ from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.activations import xielu
 
 from export.cut.trace import Function
 from runtime.operations.elementwise import Activation
+from runtime.operations.gated import PARAMETERS
 from runtime.operations.values import Shape, T, is_parameter, shape_at, token_axis
 
 TRIAL_TOKENS = 8  # in each half of the sequence that the function is tried on
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # how close equal values are; GELU and its tanh form differ by 5e-4
 GATE_SCALE = 10.0  # of the random values: they reach far into both flat ends of f
 
-ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
+ACTIVATIONS: dict[Activation, Callable[..., mx.array]] = {
     "silu": nn.silu,
     "gelu_tanh": nn.gelu_approx,
     "gelu": nn.gelu,
     "relu": nn.relu,
     "relu2": nn.relu2,
+    "xielu": xielu,
 }
 
 
@@ -93,39 +96,49 @@ def continues(
     return _by_halves(forward, at, inputs, outputs, shapes)
 
 
-def gated_activation(forward: Function, vjp: Function, *shapes: tuple[int, ...]) -> Activation:
+def gated_activation(
+    forward: Function, vjp: Function, *shapes: tuple[int, ...], parameters: int = 0
+) -> Activation:
     """The activation f if `forward` computes f(g) * u or f(g), or "" if no known f does.
 
     Values and gradients must both be those of MLX's own f.
 
     Args:
-        forward: takes (g, u), or one array that holds both, or g, and returns one array.
-        vjp: takes the same and the gradient of the result, and returns those of what it takes.
+        forward: takes (g, u), or one array that holds both, or g, then numbers; returns an array.
+        vjp: takes the same and the gradient of the result, and returns those of g and u.
         shapes: those of what `forward` takes, and of what it returns.
+        parameters: how many numbers it takes.
     """
     *taken, made = shapes
 
-    def gate(f: Callable[[mx.array], mx.array], *given: mx.array) -> mx.array:
-        width = made[-1]
-        g, *up = (x[..., at : at + width] for x in given for at in range(0, x.shape[-1], width))
-        return f(g) * up[0] if up else f(g)
+    def gate(f: Callable[..., mx.array], *given: mx.array) -> mx.array:
+        width, count = made[-1], len(given) - parameters
+        values, numbers = given[:count], given[count:]
+        g, *up = (x[..., at : at + width] for x in values for at in range(0, x.shape[-1], width))
+        return f(g, *numbers) * up[0] if up else f(g, *numbers)
 
     found = (
         name
         for name, f in ACTIVATIONS.items()
-        if computes(partial(gate, f), forward, vjp, *taken, made)
+        if parameters == PARAMETERS.get(name, 0)
+        and computes(partial(gate, f), forward, vjp, *taken, made, parameters=parameters)
     )
     return next(found, "")
 
 
 def computes(
-    gate: Callable[..., mx.array], forward: Function, vjp: Function, *shapes: tuple[int, ...]
+    gate: Callable[..., mx.array],
+    forward: Function,
+    vjp: Function,
+    *shapes: tuple[int, ...],
+    parameters: int = 0,
 ) -> bool:
     """Whether `forward` and `vjp` compute values and gradients of a gate, see above."""
     keys = mx.random.split(mx.random.key(0), len(shapes))
     *given, dy = (mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True))
     given = [GATE_SCALE * value for value in given]
-    values, gradients = mx.vjp(gate, given, [dy])
+    count = len(given) - parameters
+    values, gradients = mx.vjp(lambda *own: gate(*own, *given[count:]), given[:count], [dy])
     return _equal([*forward(*given), *vjp(*given, dy)], [*values, *gradients])
 
 

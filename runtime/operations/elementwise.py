@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from runtime.arrays.stored import Graph, pages
 from runtime.operations.base import Call, Execution, Function, Operation, Scope, require
-from runtime.operations.gated import Gated
+from runtime.operations.gated import PARAMETERS, Gated
 from runtime.operations.values import (
     DECODED_TOKENS,
     F32,
@@ -26,8 +26,8 @@ from runtime.operations.values import (
     token_tile_unit,
 )
 
-# MLX's silu, gelu_approx, gelu, relu and relu2
-Activation = Literal["", "silu", "gelu_tanh", "gelu", "relu", "relu2"]
+# MLX's silu, gelu_approx, gelu, relu and relu2, and xIELU (arXiv 2411.13010), with its parameters
+Activation = Literal["", "silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 
 
 class Placed(Function, frozen=True):
@@ -200,6 +200,9 @@ class Elementwise(Function, frozen=True):
                 )
         # whether the graph really computes this cannot be checked without running it
         good = not self.gated or self.may_be_gated(scope.values)
+        if self.gated and good:
+            shapes = [scope.parameters[name[1:]] for name in self.inputs if is_parameter(name)]
+            good = [*map(math.prod, shapes)] == [1] * PARAMETERS.get(self.gated, 0)
         require(good, f"{where}: {self.gated} of {self.inputs}, {self.vjp_inputs}")
         self._check_graphs(where, scope)
 
@@ -270,13 +273,13 @@ class Elementwise(Function, frozen=True):
 
     def may_be_gated(self, values: Mapping[str, Shape]) -> bool:
         """Whether its signature is that of an activation: see `gated`."""
-        names = (*self.inputs, *self.outputs)
+        names = (*self.activations, *self.outputs)
         if len(self.outputs) != 1 or not set(names) <= set(values):
             return False
         *tokens, width = values[self.outputs[0]]
-        shapes = [values[name] for name in self.inputs]
+        shapes = [values[name] for name in self.activations]
         halves = (*tokens, 2 * int(width)) if width != T else None
         alike = shapes in ([(*tokens, width)] * 2, [(*tokens, width)], [halves])
         takes = self.vjp_inputs == (*self.inputs, f"~{self.outputs[0]}")
-        returns = self.vjp_outputs == self.inputs and not any(self.vjp_same)
+        returns = self.vjp_outputs == self.activations and not any(self.vjp_same)
         return alike and takes and returns

@@ -11,24 +11,27 @@ from runtime.operations.base import Call, Execution, Function
 
 CHUNK_VALUES = 32_768  # at once: with fewer the calls of NumPy cost the most
 SCRATCH_BYTES = 2 * CHUNK_VALUES * 4
+PARAMETERS = {"xielu": 4}  # how many numbers activations take besides values
 
 
 class Gated(Function, frozen=True):
     """y = f(g) * u of two inputs, or of the halves of one; f(g) of one as wide as y.
 
-    f is the `activation`, see `Elementwise.gated`. It is never in a bundle.
+    f is the `activation`, see `Elementwise.gated`; its parameters, single numbers, follow the
+    values. It is never in a bundle.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str]
     activation: str
 
+    takes_parameters: ClassVar[bool] = True
     cheap: ClassVar[bool] = True
 
     def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
-        return frozenset(self.inputs)
+        return frozenset(self.activations)
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """A chunk of scratch, and the gradients that are computed but not wanted."""
-        made = self.inputs if call.backward else self.outputs
+        made = self.activations if call.backward else self.outputs
         return SCRATCH_BYTES + (len(made) - len(call.wanted)) * call.bytes_of(self.outputs[0])

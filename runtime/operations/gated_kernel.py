@@ -23,6 +23,7 @@ from runtime.arrays.arrays import quiet, view
 from runtime.arrays.values import Gradients, Loras, Values
 from runtime.operations.gated import CHUNK_VALUES, Gated
 from runtime.operations.kernel import Run, Tools
+from runtime.operations.values import is_parameter
 
 _GELU = 2 * math.sqrt(2 / math.pi)
 _LOGISTIC = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU), "clamped": (1.702, 0.0)}
@@ -39,34 +40,33 @@ Curve = Callable[[Floats, Floats | None, Floats | None, Floats, Floats], None]
 """Computes f of g, its slope, or both, where they are given, with two arrays of scratch."""
 
 
-def gated(activation: str, *parts: mx.array) -> mx.array:
+def gated(curve: Curve, *parts: mx.array) -> mx.array:
     """f(gate) * up, evaluated, of float32 arrays of one shape; without an up f(gate)."""
     (y,) = _made(parts[0], 1)
-    gate_into(activation, parts, y)
+    gate_into(curve, parts, y)
     return y
 
 
 @quiet
-def gate_into(activation: str, parts: Sequence[Any], y: Any) -> None:
+def gate_into(curve: Curve, parts: Sequence[Any], y: Any) -> None:
     """`gated` in y, of MLX's arrays or of NumPy's."""
-    curve = CURVES[activation]
     for (g, *up, f), s, t in _chunks(*parts, y):
         curve(g, f, None, s, t)
         for u in up:
             np.multiply(f, u, out=f)
 
 
-def gated_vjp(activation: str, *parts: mx.array) -> list[mx.array]:
+def gated_vjp(curve: Curve, *parts: mx.array) -> list[mx.array]:
     """The gradients of gate and up, or of the gate alone, evaluated. The last part is dy."""
     gradients = _made(parts[0], len(parts) - 1)
-    gate_vjp_into(activation, parts, gradients)
+    gate_vjp_into(curve, parts, gradients)
     return gradients
 
 
 @quiet
-def gate_vjp_into(activation: str, parts: Sequence[Any], gradients: Sequence[Any]) -> None:
+def gate_vjp_into(curve: Curve, parts: Sequence[Any], gradients: Sequence[Any]) -> None:
     """`gated_vjp` in arrays that are given."""
-    curve, alone = CURVES[activation], len(gradients) == 1
+    alone = len(gradients) == 1
     for (g, *values), s, t in _chunks(*parts, *gradients):
         if alone:
             d, dg = values
@@ -77,6 +77,12 @@ def gate_vjp_into(activation: str, parts: Sequence[Any], gradients: Sequence[Any
             np.multiply(du, d, out=du)
             np.multiply(dg, u, out=dg)
         np.multiply(dg, d, out=dg)
+
+
+def curve_of(operation: Gated, argument: Callable[[str], Any]) -> Curve:
+    """The operation's activation, whose parameters are those arguments."""
+    numbers = [np.asarray(argument(name)).item() for name in operation.inputs if is_parameter(name)]
+    return partial(CURVES[operation.activation], *numbers)
 
 
 def parts_of(values: Sequence[Any], width: int) -> list[Floats]:
@@ -94,7 +100,8 @@ def gated_by(device: str, activation: str, gate: mx.array, up: mx.array) -> mx.a
     Also of "clamped" activations.
     """
     gate, up = _clamped(activation, gate, up)
-    return gated(activation, gate, up) if device == "cpu" else _plain(activation, gate, up)
+    on_cpu = device == "cpu"
+    return gated(CURVES[activation], gate, up) if on_cpu else _plain(activation, gate, up)
 
 
 def gated_vjp_by(
@@ -103,7 +110,7 @@ def gated_vjp_by(
     """`gated_vjp` on "cpu", or lazy on a "gpu"; also of "clamped" activations."""
     g, u = _clamped(activation, gate, up)
     if device == "cpu":
-        d_gate, d_up = gated_vjp(activation, g, u, dy)
+        d_gate, d_up = gated_vjp(CURVES[activation], g, u, dy)
     else:
         _, (d_gate, d_up) = mx.vjp(lambda g, u: _plain(activation, g, u), [g, u], [dy])
     if limit := _LIMITS.get(activation):
@@ -189,6 +196,41 @@ def _normal(g: Floats, f: Floats | None, slope: Floats | None, s: Floats, t: Flo
         np.multiply(p, g, out=f)
 
 
+def _xielu(
+    alpha_p: float,
+    alpha_n: float,
+    beta: float,
+    eps: float,
+    g: Floats,
+    f: Floats | None,
+    slope: Floats | None,
+    s: Floats,
+    t: Floats,
+) -> None:
+    """f = p g**2 + beta g for g above 0, else (exp(min(g, eps)) - 1 - g) n + beta g."""
+    p, n = (float(np.logaddexp(0, alpha)) for alpha in (alpha_p, alpha_n))
+    n, positive = n + beta, g > 0
+    np.minimum(g, np.float32(eps), out=s)
+    if f is not None:
+        np.expm1(s, out=f)
+        np.subtract(f, g, out=f)
+        np.multiply(f, np.float32(n), out=f)
+        np.multiply(g, g, out=t)
+        np.multiply(t, np.float32(p), out=t)
+        np.copyto(f, t, where=positive)
+        np.multiply(g, np.float32(beta), out=t)
+        np.add(f, t, out=f)
+    if slope is not None:
+        np.less(g, np.float32(eps), out=t)
+        np.exp(s, out=s)
+        np.multiply(s, t, out=s)
+        np.subtract(s, 1, out=s)
+        np.multiply(s, np.float32(n), out=s)
+        np.multiply(g, np.float32(2 * p), out=t)
+        np.copyto(s, t, where=positive)
+        np.add(s, np.float32(beta), out=slope)
+
+
 def _power(
     power: int, g: Floats, f: Floats | None, slope: Floats | None, s: Floats, t: Floats
 ) -> None:
@@ -200,13 +242,14 @@ def _power(
         np.sign(s, out=slope) if power == 1 else np.multiply(s, 2, out=slope)
 
 
-CURVES: dict[str, Curve] = {
+CURVES: dict[str, Callable[..., None]] = {
     **{name: partial(_logistic, *factors) for name, factors in _LOGISTIC.items()},
     "gelu": _normal,
     "relu": partial(_power, 1),
     "relu2": partial(_power, 2),
+    "xielu": _xielu,
 }
-"""f and its slope by activation."""
+"""f and its slope by activation; a function of its parameters, and else a `Curve`."""
 
 
 def _made(like: mx.array, count: int) -> list[mx.array]:
@@ -239,20 +282,25 @@ class GatedKernel:
         operation = run.operation(Gated)
         (name,) = operation.outputs
         width = int(run.program.values[name][-1])
-        for values in lanes:
+        for values, own in zip(lanes, loras, strict=True):
+            curve = curve_of(operation, partial(self._argument, run, own))
             y = mx.zeros((1, run.tokens, width))
             self.tools.arrays.settle(y)
-            parts = parts_of([values[each] for each in operation.inputs], width)
-            gate_into(operation.activation, parts, y)
+            parts = parts_of([values[each] for each in operation.activations], width)
+            gate_into(curve, parts, y)
             values[name] = y
+
+    def _argument(self, run: Run, loras: Loras, name: str) -> mx.array:
+        return self.tools.argument(run.block, name, {}, loras)
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
         operation = run.operation(Gated)
-        dy, given = values[f"~{operation.outputs[0]}"], [values[name] for name in operation.inputs]
+        curve = curve_of(operation, partial(self._argument, run, loras))
+        dy, given = values[f"~{operation.outputs[0]}"], [values[n] for n in operation.activations]
         made = [mx.zeros(value.shape) for value in given]
         self.tools.arrays.settle(made)
         of_parts = (parts_of(arrays, dy.shape[-1]) for arrays in (given, made))
         parts, d_parts = of_parts
-        gate_vjp_into(operation.activation, [*parts, dy], d_parts)
-        results = dict(zip(operation.inputs, made, strict=True))
+        gate_vjp_into(curve, [*parts, dy], d_parts)
+        results = dict(zip(operation.activations, made, strict=True))
         return {name: results[name] for name in run.instruction.wanted}

@@ -20,7 +20,7 @@ from runtime.operations.base import Operation
 from runtime.operations.cached_attention_kernel import hidden, ring_positions
 from runtime.operations.elementwise import Elementwise, Placed
 from runtime.operations.gated import Gated
-from runtime.operations.gated_kernel import gate_into, parts_of
+from runtime.operations.gated_kernel import curve_of, gate_into, parts_of
 from runtime.operations.kernel import ForwardKernel, Kernel, Run, Tools
 from runtime.operations.linear import Linear
 from runtime.operations.values import POSITION, graph_key, is_parameter
@@ -90,8 +90,10 @@ class RowGated(RowKernel):
         (name,) = operation.outputs
         width = int(run.program.values[name][-1])
         y: Any = np.empty((1, run.tokens, width), np.float32)
-        parts = parts_of([values[each] for each in operation.inputs], width)
-        gate_into(operation.activation, parts, y)
+        parts = parts_of([values[each] for each in operation.activations], width)
+        gate_into(
+            curve_of(operation, lambda each: self.argument(run, each, values, loras)), parts, y
+        )
         values[name] = y
 
 

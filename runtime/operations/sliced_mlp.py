@@ -16,7 +16,7 @@ from runtime.arrays.stored import Matrix
 from runtime.operations.base import Call, Execution, Function
 from runtime.operations.gated import SCRATCH_BYTES, Gated
 from runtime.operations.linear import MASK, Linear, Product
-from runtime.operations.values import F32
+from runtime.operations.values import F32, is_parameter
 
 MOST_TOKENS = 512  # at once: with more, reading and dequantizing hardly take less of the time
 RANKS = 3  # arrays (T, r): what adapters have of the input, and of the sums over slices
@@ -53,7 +53,8 @@ class SlicedMlp(Function, frozen=True):
         return tuple(name for linear in self._linears for name in linear.matrices(tensor))
 
     def vectors(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
-        return tuple(name for linear in self._linears for name in linear.vectors(tensor))
+        own = (tensor(name[1:]) for name in self.gated.inputs if is_parameter(name))
+        return (*own, *(name for linear in self._linears for name in linear.vectors(tensor)))
 
     def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return self.matrices(tensor)
@@ -109,7 +110,7 @@ class SlicedMlp(Function, frozen=True):
     ) -> list[tuple[Product, Matrix, int]]:
         """Gate and up, or the one that there is: product, matrix, and its first row of that."""
         by_output = {product.output: product for product in self.into.linears}
-        products = [by_output[name] for name in self.gated.inputs]
+        products = [by_output[name] for name in self.gated.activations]
         (down,) = self.down.matrices(tensor)
         return [
             (product, matrix, first)

@@ -26,7 +26,7 @@ from runtime.arrays.matrices import Matrices
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, ReadyTile, RowSum
 from runtime.arrays.values import Gradients, Lora, Loras, Values, accumulate
-from runtime.operations.gated_kernel import gated, gated_vjp
+from runtime.operations.gated_kernel import Curve, curve_of, gated, gated_vjp
 from runtime.operations.kernel import Run, Tools
 from runtime.operations.linear import Product
 from runtime.operations.linear_kernel import LoraProducts
@@ -212,12 +212,16 @@ class _Mlp:
     tools: Tools
     linear: LoraProducts = field(init=False)
     parts: list[tuple[Product, Matrix, int]] = field(init=False)
+    curve: Curve = field(init=False)
     down: Matrix = field(init=False)
 
     def __post_init__(self) -> None:
         stored, block = self.tools.stored, self.run.block
         self.linear = LoraProducts(self.tools.matrices)
         self.parts = self.operation.parts(block.tensor, stored)
+        self.curve = curve_of(
+            self.operation.gated, lambda name: self.tools.argument(block, name, {}, {})
+        )
         self.down = stored[block.tensor(self.down_product.name)]
 
     @property
@@ -285,13 +289,13 @@ class _Mlp:
         """a (T, w) of a slice's gate and up, which are consumed."""
         parts = [*products]
         products.clear()
-        return gated(self.operation.gated.activation, *parts)
+        return gated(self.curve, *parts)
 
     def gated_vjp(self, products: list[mx.array], da: mx.array) -> list[mx.array]:
         """The gradients (T, w) of a slice's gate and up, which are consumed."""
         parts = [*products, da]
         products.clear()
-        return gated_vjp(self.operation.gated.activation, *parts)
+        return gated_vjp(self.curve, *parts)
 
     def finished(
         self,

@@ -26,7 +26,7 @@ def fold(program: Program) -> Program:
             and isinstance(between, Gated)
             and isinstance(down, Linear)
             and len(down.linears) == 1
-            and sorted(into.results) == sorted(between.inputs)
+            and sorted(into.results) == sorted(between.activations)
             and down.inputs == between.outputs
             and not _is_read_besides(program, at, (*into.results, *between.results))
         ):
