@@ -12,6 +12,7 @@ from harness.doctor.machine import computer
 from harness.doctor.packages import packages
 from harness.measure.command import ondevice
 from runtime.core.errors import OnDeviceError
+from runtime.machine.machine_code import lacking
 
 PRODUCTS = "float32 products, GFLOP/s"
 USUAL_GFLOPS = 50.0
@@ -55,7 +56,7 @@ def computing() -> list[Finding]:
         way = "install MLX again: pip install --force-reinstall mlx"
         text = f"it cannot compute: {str(problem)[:300]}"
         return [Finding("MLX", Status.BROKEN, text, way)]
-    return [_mlx(probed), _blas(probed), _products(probed)]
+    return [_mlx(probed), _blas(probed), _products(probed), _compiled()]
 
 
 def _mlx(probed: dict[str, Any]) -> Finding:
@@ -83,6 +84,12 @@ def _products(probed: dict[str, Any]) -> Finding:
     chosen = probed["products"]
     text = f"--compute-dtype auto takes {chosen['name']}: {chosen['reason']}"
     return Finding("products", Status.OK, text, facts=chosen)
+
+
+def _compiled() -> Finding:
+    if why := lacking():
+        return Finding("compiled code", Status.MISSING, f"weights are dequantized without: {why}")
+    return Finding("compiled code", Status.OK, "dequantizes weights, and multiplies by them")
 
 
 def _blas(probed: dict[str, Any]) -> Finding:

@@ -157,6 +157,7 @@ def lower(
     packed: bool,
     context: int = 0,
     compute_dtype: str = "float32",
+    compiled: bool = False,
     blocks: tuple[LoweredBlock, ...] = (),
 ) -> LoweredModel:
     """The lowered programs of all blocks at a sequence bucket.
@@ -186,6 +187,7 @@ def lower(
         sizes.evaluation,
         compute_dtype,
         sizes.in_place,
+        compiled,
     )
     first = manifest.first_adapted
     return LoweredModel(blocks, execution, sizes.materialize_blocks, first, context)
