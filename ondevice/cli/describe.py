@@ -225,7 +225,7 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         f"{counted(plan['rows'], 'sequence')} per batch, "
         f"{counted(plan['accumulation'], 'batch', 'batches')} per step",
         f"tiles: {_tiles(plan)}",
-        f"products in {plan['compute_dtype']}",
+        f"products in {plan['compute_dtype']}{_dequantizing(plan)}",
         _table(table),
     ]
     if per_block:
@@ -236,6 +236,13 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ]
         lines += ["", _table(blocks)]
     return "\n".join(lines)
+
+
+def _dequantizing(plan: dict[str, Any]) -> str:
+    """Whether compiled code dequantizes weights, where anything does."""
+    if plan["arithmetic"] == "packed":
+        return ""
+    return f", weights dequantized by {'compiled code' if plan['compiled'] else 'NumPy and MLX'}"
 
 
 def _tiles(plan: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays
+from runtime.arrays.compiled_dequantize import Dequantizing
 from runtime.arrays.dequantize import dense
 from runtime.arrays.packed_rows import Floats, PackedRows
 from runtime.arrays.products import Float32Products, Products
@@ -32,7 +33,8 @@ class Matrices:
     matrices of so many rows, and no tile has rows of two. Dequantized tiles are freed after use.
     With `materialize_blocks` they stay until `release`, so that a whole block is dequantized at
     once, as in the MeBP paper. Those in `materialized` stay for the whole run. Products are in
-    float32 unless others are given; those by `in_place` are with the packed weights in the map.
+    float32 unless others are given; those by `in_place` are with the packed weights in the map,
+    from where `compiled` dequantizes tiles if it is given.
     """
 
     weights: WeightSource
@@ -46,6 +48,7 @@ class Matrices:
     other_products: Products | None = None
     in_place: PackedRows | None = None
     stacked_rows: Mapping[int, int] = field(default_factory=dict)
+    compiled: Dequantizing | None = None
     _of_block: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
@@ -79,6 +82,10 @@ class Matrices:
         return self.other_products or Float32Products(self.arrays)
 
     def _ready(self, matrix: Matrix, start: int, stop: int, by_columns: bool) -> ReadyTile:
+        if self.compiled is not None and not (self.packed or matrix.is_float):
+            with self.profile.span("unpack"):
+                values, shift = self.compiled.tile(matrix, start, stop, by_columns)
+                return ReadyTile(matrix, self.products, None, values, shift)
         with self.profile.span("read"):
             read = self.weights.columns if by_columns else self.weights.tile
             tile = read(matrix, start, stop)
@@ -103,7 +110,8 @@ class Matrices:
                         self.materialized[matrix.packed.offset, start, stop] = tile
             return
         places = [(matrix, *part) for matrix in chosen for part in self.ranges(matrix)]
-        empty = [ReadyTile.empty(*self._shape(*place), self.products) for place in places]
+        apart = self.compiled is None or not self.compiled.adds_shifts
+        empty = [ReadyTile.empty(*self._shape(*place), self.products, apart) for place in places]
         for (matrix, start, stop), tile in zip(places, empty, strict=True):
             tile.fill(self._ready(matrix, start, stop, self.by_columns(matrix)), self.arrays)
             self.materialized[matrix.packed.offset, start, stop] = tile

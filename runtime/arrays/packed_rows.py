@@ -1,39 +1,35 @@
-"""A few rows of values times packed weights where they lie, compiled by LLVM for this processor.
+"""A few rows of values times packed weights where they lie, by code that LLVM has compiled.
 
 MLX multiplies packed weights on a CPU one value at a time, after they were copied out of the map.
 Here all cores read them from the map, by the processor's widest instructions. Values and sums are
-float32. `llvmlite` comes with the extra `llvmlite`; it is loaded only where a plan uses it.
+float32.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from runtime.arrays.compiled_dequantize import HALVES, UNPACK
 from runtime.arrays.stored import Matrix
-from runtime.core.errors import UsageError
+from runtime.machine.machine_code import compile_all, function
 
 Floats = npt.NDArray[np.float32]
 Stored = tuple[npt.NDArray[Any], ...]
 """A matrix in the map: words (R, C * bits / 32), scales (R, G), and biases (R, G) if it has any."""
-Product = Callable[..., None]
-"""Takes the addresses of words, scales, biases, x (G, T, C / G), its sums of groups (G, T) and y
-(T, R); G and R; the first row of the matrix, and the one after the last."""
 Input = tuple[Floats, int, int, Floats]
 """x and its sums of groups, and between them their addresses."""
 FEW = 1 << 21  # products of two values; for fewer a second thread costs what it saves
 AT_ONCE = 256  # sums that are kept in registers
-OLDEST = 20  # LLVM that takes this text: of llvmlite 0.45
 AHEAD = 4096  # bytes of words: a processor itself fetches nothing from the next page
 
 # y[t, row] = sum over groups of scale * codes . x[t] + bias * (sum of x[t]), a group at a time. Of
 # two codes in a byte all lower ones precede all upper ones, in x as well. A line with {t} stands
-# there once for each t.
+# there once for each t. x is (G, T, C / G), its sums of groups (G, T), y (T, R).
 PRODUCT = """
 declare float @llvm.vector.reduce.fadd.v{size}f32(float, <{size} x float>)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
@@ -95,12 +91,6 @@ BIAS = {
   %bias = fpext {half} %half_bias to float""",
     "symmetric": "  %bias = freeze float %scale",  # -2**(bits-1) is in the sums of x
 }
-UNPACK = {
-    8: "  %codes = freeze <{size} x i8> %octets",
-    4: """  %low = and <{octets} x i8> %octets, splat (i8 15)
-  %high = lshr <{octets} x i8> %octets, splat (i8 4)
-  %codes = shufflevector <{octets} x i8> %low, <{octets} x i8> %high, <{size} x i32> {order}""",
-}
 
 
 class Mapped(Protocol):
@@ -111,14 +101,9 @@ class Mapped(Protocol):
 
 
 class PackedRows:
-    """The compiled products, by so many threads.
-
-    Raises:
-        UsageError: llvmlite is installed, but cannot be loaded.
-    """
+    """The compiled products, by so many threads."""
 
     def __init__(self, weights: Mapped, threads: int) -> None:
-        _llvm()
         # it loads `logging`, which runs that train need not
         from concurrent.futures import ThreadPoolExecutor
 
@@ -126,20 +111,26 @@ class PackedRows:
         self._stored: dict[int, tuple[Stored, tuple[int, ...]]] = {}
         self._others = ThreadPoolExecutor(max(1, threads - 1))
 
+    def prepare(self, matrices: Iterable[Matrix]) -> None:
+        """Compile the products of any number of rows with these matrices, all at once."""
+        kinds = {_text(one, 1): one for one in matrices if one.compact}.values()
+        counts = [(one, count) for one in kinds for count in range(1, _most(one) + 1)]
+        compile_all(_text(*each) for each in counts)
+
     def multiply(self, x: Floats, matrices: Sequence[Matrix]) -> list[Floats]:
         """x W^T (T, R) for x (T, C) and each of some matrices that are `compact`."""
         ys = [np.empty((len(x), matrix.rows), np.float32) for matrix in matrices]
         inputs: dict[tuple[Any, ...], Input] = {}
         jobs = []
         for matrix, y in zip(matrices, ys, strict=True):
-            width = max(1, AT_ONCE // matrix.group_size)
+            width = _most(matrix)
             for start in range(0, len(x), width):
                 key = (matrix.bits, matrix.group_size, matrix.layout, start)
                 if key not in inputs:
                     inputs[key] = _input(x[start : start + width], matrix)
                 given, *addresses, _ = inputs[key]
                 places = (*self._address(matrix), *addresses, y[start:].ctypes.data)
-                product = _product(matrix, given.shape[1])
+                product = function(_text(matrix, given.shape[1]), 10)
                 arrays = y, inputs[key]  # which stay as long as a thread has their addresses
                 jobs.append((product, (*places, len(given), matrix.rows), matrix.rows, arrays))
         large = len(x) * sum(matrix.rows * matrix.columns for matrix in matrices) >= FEW
@@ -179,49 +170,29 @@ def _input(x: Floats, matrix: Matrix) -> Input:
     return given, given.ctypes.data, sums.ctypes.data, sums
 
 
-def _product(matrix: Matrix, count: int) -> Product:
-    """The compiled product of so many rows with such a matrix."""
+def _most(matrix: Matrix) -> int:
+    """How many rows are multiplied at once."""
+    return max(1, AT_ONCE // matrix.group_size)
+
+
+def _text(matrix: Matrix, count: int) -> str:
+    """The product of so many rows with such a matrix, in LLVM's language."""
     assert matrix.scales is not None
-    return _compiled(matrix.bits, matrix.group_size, matrix.layout, matrix.scales.dtype, count)
+    return text_of(matrix.bits, matrix.group_size, matrix.layout, matrix.scales.dtype, count)
 
 
 @cache
-def _compiled(bits: int, size: int, layout: str, dtype: str, count: int) -> Product:
+def text_of(bits: int, size: int, layout: str, scales: str, count: int) -> str:
     """The product of so many rows, for groups of `size` columns and scales of a type."""
-    llvm, octets = _llvm(), size * bits // 8
-    half = {"float16": "half", "bfloat16": "bfloat"}[dtype]
+    octets = size * bits // 8
+    half = HALVES[scales]
     sizes = {"size": size, "octets": octets, "half": half, "count": count, "ahead": AHEAD}
     order = ", ".join(f"i32 {at}" for at in range(size))
     sizes["bias"] = BIAS[layout].format(half=half)
-    sizes["unpack"] = UNPACK[bits].format(**sizes, order=f"<{order}>")
+    sizes["unpack"] = UNPACK[bits].format(**sizes, order=order)
     lines = [
         line.format(**sizes, t=t)
         for line in PRODUCT.splitlines()
         for t in range(count if "{t}" in line else 1)
     ]
-    module = llvm.parse_assembly("\n".join(lines))
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), opt=3
-    )
-    engine = llvm.create_mcjit_compiler(module, machine)
-    signature = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 4)
-    product: Any = signature(engine.get_function_address("product"))
-    product.engine = engine  # which owns the code
-    return product  # type: ignore[no-any-return]
-
-
-def _llvm() -> Any:
-    """LLVM, for this processor."""
-    way = "pip install 'ondevice-tune[llvmlite]', or do without: pip uninstall llvmlite"
-    try:
-        import llvmlite.binding as llvm
-    except (ImportError, OSError) as problem:
-        raise UsageError(f"llvmlite is installed and cannot be loaded ({problem}): {way}") from None
-    if (version := llvm.llvm_version_info[0]) < OLDEST:
-        raise UsageError(
-            f"the llvmlite that is installed has LLVM {version}, too old to multiply where weights "
-            f"lie, which takes {OLDEST}: {way}"
-        )
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    return llvm
+    return "\n".join(lines)

@@ -18,6 +18,7 @@ from runtime.arrays.arrays import Arrays, GpuArrays, view
 from runtime.arrays.dequantize import ABSORBED, codes, dequantize
 from runtime.arrays.weight_source import FloatTile, Tile
 from runtime.machine.onednn import OneDnn
+from runtime.machine.openblas import OpenBlas
 
 Factor = Any
 """A matrix as products take it: `mx.array`, or the bits of bfloat16 values."""
@@ -39,6 +40,9 @@ class Products(Protocol):
 
     def by_columns(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
         """x w^T (T, R) for x (T, C) and w (R, C), added to `onto` if it is given."""
+
+    def put(self, x: Factor, w: Factor, whole: mx.array, where: slice) -> None:
+        """x w^T (T, R), for w (R, C), as some columns of a larger array."""
 
     def by_rows(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
         """x w (T, C) for x (T, R) and w (R, C), added to `onto` if it is given."""
@@ -69,6 +73,9 @@ class Float32Products:
 
     def by_columns(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
         return x @ w.T if onto is None else mx.addmm(onto, x, w.T)
+
+    def put(self, x: mx.array, w: mx.array, whole: mx.array, where: slice) -> None:
+        self.arrays.put(whole, (slice(None), where), self.by_columns(x, w, None))
 
     def by_rows(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
         return x @ w if onto is None else mx.addmm(onto, x, w)
@@ -114,13 +121,51 @@ class GpuBfloat16Products(Float32Products):
         return x.astype(mx.bfloat16).astype(mx.float32)
 
 
-class OneDnnProducts:
-    """In bfloat16 by oneDNN."""
+class BufferProducts:
+    """By a library that is called on buffers, in float32."""
 
     packed_dtype = mx.float32  # which MLX multiplies
+    dtype: type[np.float32 | np.uint16] = np.float32
 
-    def __init__(self, arrays: Arrays, library: OneDnn) -> None:
+    def __init__(self, arrays: Arrays, library: OpenBlas | OneDnn) -> None:
         self.arrays, self.library = arrays, library
+
+    def dequantize(self, tile: Tile, bits: int) -> Factor:
+        return self.factor(dequantize(tile, bits, self.arrays))
+
+    def factor(self, x: mx.array) -> Factor:
+        return np.ascontiguousarray(view(x))
+
+    def by_columns(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
+        return self._multiply(x, w.T, onto)
+
+    def put(self, x: Factor, w: Factor, whole: mx.array, where: slice) -> None:
+        self.library.multiply(x, w.T, view(whole)[:, where], add=False)
+
+    def by_rows(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
+        return self._multiply(x, w, onto)
+
+    def _multiply(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
+        """The product, in place of `onto`."""
+        y = mx.zeros((x.shape[0], w.shape[1])) if onto is None else onto
+        self.library.multiply(x, w, view(y), add=onto is not None)
+        return y
+
+    def empty(self, rows: int, columns: int) -> Factor:
+        return np.zeros((rows, columns), self.dtype)
+
+    def copy(self, values: Factor, to: Factor) -> None:
+        to[...] = values
+
+    def rounded(self, x: mx.array) -> mx.array:
+        return x
+
+
+class OneDnnProducts(BufferProducts):
+    """In bfloat16 by oneDNN."""
+
+    dtype = np.uint16
+    library: OneDnn
 
     def dequantize(self, tile: Tile, bits: int) -> Bits:
         if isinstance(tile, FloatTile):
@@ -145,32 +190,16 @@ class OneDnnProducts:
         self.library.convert(values, rounded)
         return rounded
 
-    def by_columns(self, x: Bits, w: Bits, onto: mx.array | None) -> mx.array:
-        return self._multiply(x, w.T, onto)
-
-    def by_rows(self, x: Bits, w: Bits, onto: mx.array | None) -> mx.array:
-        return self._multiply(x, w, onto)
-
-    def _multiply(self, x: Bits, w: Bits, onto: mx.array | None) -> mx.array:
-        """The product, in place of `onto`."""
-        y = mx.zeros((x.shape[0], w.shape[1])) if onto is None else onto
-        self.library.multiply(x, w, view(y), add=onto is not None)
-        return y
-
-    def empty(self, rows: int, columns: int) -> Bits:
-        return np.zeros((rows, columns), np.uint16)
-
-    def copy(self, values: Bits, to: Bits) -> None:
-        to[...] = values
-
     def rounded(self, x: mx.array) -> mx.array:
         return x.astype(mx.bfloat16).astype(mx.float32)
 
 
-def products_for(compute_dtype: str, arrays: Arrays, library: OneDnn | None) -> Products:
+def products_for(compute_dtype: str, arrays: Arrays, library: OneDnn | OpenBlas | None) -> Products:
     """The products in "float32" or "bfloat16", by the library where there is one."""
-    if library is not None:
+    if isinstance(library, OneDnn):
         return OneDnnProducts(arrays, library)
+    if library is not None:
+        return BufferProducts(arrays, library)
     if compute_dtype == "float32":
         return Float32Products(arrays)
     assert isinstance(arrays, GpuArrays), "a plan in bfloat16 follows from a machine that has it"

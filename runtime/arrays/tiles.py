@@ -58,10 +58,15 @@ class ReadyTile:
         return cls(matrix, products, None, products.dequantize(tile, matrix.bits), tile.shift)
 
     @classmethod
-    def empty(cls, matrix: Matrix, rows: int, width: int, products: Products) -> ReadyTile:
-        """A dequantized tile (rows, width) of zeros, evaluated, for `fill`."""
+    def empty(
+        cls, matrix: Matrix, rows: int, width: int, products: Products, apart: bool
+    ) -> ReadyTile:
+        """A dequantized tile (rows, width) of zeros, evaluated, for `fill`.
+
+        `apart` says whether the shifts of affine groups are in an array of their own.
+        """
         shift = None
-        if matrix.biases is not None:
+        if apart and matrix.biases is not None:
             shift = mx.zeros((rows, width // matrix.group_size))
             mx.eval(shift)
         return cls(matrix, products, None, products.empty(rows, width), shift)
@@ -86,6 +91,9 @@ class ReadyTile:
 
     def put_product(self, given: Input, whole: mx.array, where: slice) -> None:
         """x W^T (T, R') for the tile's rows, as the columns `where` of a larger array."""
+        if self.packed is None and self.shift is None:
+            self.products.put(given.factor, self.values, whole, where)
+            return
         arrays = self.products.arrays
         arrays.put(whole, (slice(None), where), self.transposed_product(given))
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays, arrays_for, quiet
+from runtime.arrays.compiled_dequantize import Dequantizing
 from runtime.arrays.matrices import Matrices, Place
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.products import products_for
@@ -24,6 +25,8 @@ from runtime.bundle.store import Bundle
 from runtime.engine.executor import Executor
 from runtime.engine.graphs import Graphs
 from runtime.machine.backend import load_onednn
+from runtime.machine.onednn import OneDnn
+from runtime.machine.openblas import OpenBlas
 from runtime.operations.attention import STARTS
 from runtime.operations.base import Operation
 from runtime.operations.embedding_kernel import LOOKED_UP, POSITIONS, TOKENS
@@ -45,7 +48,7 @@ class Model:
 
     `materialized` holds the tiles that stay dequantized. Several models (of other buckets) may
     share it, as they share `graphs`. `in_place` multiplies decoded tokens by weights where they
-    lie.
+    lie, and `compiled` dequantizes tiles from there.
     """
 
     bundle: Bundle
@@ -55,6 +58,7 @@ class Model:
     profile: Profile = field(default_factory=Profile)
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
     in_place: PackedRows | None = None
+    compiled: Dequantizing | None = None
 
     @property
     def bucket(self) -> int:
@@ -68,7 +72,11 @@ class Model:
     @cached_property
     def matrices(self) -> Matrices:
         manifest, execution = self.bundle.manifest, self.lowered.execution
-        library = load_onednn() if execution.by_onednn else None
+        library: OneDnn | OpenBlas | None = None
+        if execution.by_onednn:
+            library = load_onednn()
+        elif self.compiled is not None:
+            library = OpenBlas()
         arrays = arrays_for(manifest.device, execution.one_evaluation)
 
         def by_offset(counts: Mapping[str, int]) -> dict[int, int]:
@@ -86,6 +94,7 @@ class Model:
             products_for(execution.compute_dtype, arrays, library),
             self.in_place,
             by_offset(execution.stacked_rows),
+            self.compiled,
         )
 
     @property

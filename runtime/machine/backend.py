@@ -15,18 +15,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from runtime.core.errors import UsageError
-from runtime.machine import footprint, onednn
+from runtime.machine import footprint, machine_code, onednn
 from runtime.machine.cgroup import memory_limit_bytes
 from runtime.machine.compute_dtype import choose
 from runtime.machine.footprint import read_footprint
 from runtime.machine.glibc import trim_heap, tune_heap
 from runtime.machine.machine import Blas, Machine
 from runtime.machine.onednn import OneDnn
+from runtime.machine.processor import cpu_flags
 
 AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 
@@ -106,20 +106,9 @@ def _load_blas() -> str:
     return _load_wheel_blas() or _load_system_blas() or REFERENCE
 
 
-def _compiles() -> bool:
-    """Whether LLVM is installed, and the processor converts the 16 bits of scales itself."""
-    converts = platform.machine() != "x86_64" or "f16c" in cpu_flags()
-    return converts and find_spec("llvmlite") is not None
-
-
-def cpu_flags() -> set[str]:
-    """The instructions of the processor, by the names of Linux; empty elsewhere."""
-    if sys.platform != "linux":
-        return set()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            return set(line.partition(":")[2].split())
-    return set()
+def _runs_compiled() -> bool:
+    """Whether compiled code runs here, and the BLAS multiplies what it has dequantized."""
+    return hasattr(ctypes.CDLL(None), "cblas_sgemm") and not machine_code.lacking()
 
 
 def _load_wheel_blas() -> str:
@@ -215,7 +204,7 @@ def this_machine(device: str, arithmetic: str, compute_dtype: str = "float32") -
         limit_bytes=memory_limit_bytes(),
         compute_dtype=dtype.name,
         compute_reason=dtype.reason,
-        llvm=device == "cpu" and not packed and _compiles(),
+        llvm=device == "cpu" and not packed and _runs_compiled(),
     )
 
 

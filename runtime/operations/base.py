@@ -72,6 +72,7 @@ class Execution:
     compute_dtype: str = "float32"
     in_place: bool = False
     stacked_rows: Mapping[str, int] = field(default_factory=dict)
+    compiled: bool = False
 
     @property
     def by_onednn(self) -> bool:
@@ -118,7 +119,7 @@ class Execution:
                 return ready
             by_way_of = values * F32 if self.rounded_bytes(1) and dtype != "float32" else 0
             return ready + values * matrix.bits // 8 + by_way_of
-        if self.packed:
+        if self.packed or self.compiled:
             return ready
         scales = 2 * _per_group(matrix, values)
         return values * matrix.bits // 8 + scales + values + ready
@@ -128,8 +129,8 @@ class Execution:
         if self.packed and not matrix.is_float:
             share = values / (matrix.rows * matrix.columns)
             return int(matrix.nbytes * share) + 2 * _per_group(matrix, values)
-        shifts = 0 if matrix.biases is None else _per_group(matrix, values)
-        return values * self.factor_bytes + shifts
+        added = matrix.biases is None or (self.compiled and self.factor_bytes == F32)
+        return values * self.factor_bytes + (0 if added else _per_group(matrix, values))
 
     def tile_shape(self, name: str, backward: bool) -> tuple[int, int]:
         """The rows and columns of a matrix's tile."""

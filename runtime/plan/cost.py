@@ -15,6 +15,7 @@ from runtime.plan.lower import LoweredBlock, LoweredModel
 OPERATION_S = 1 / 290e9  # of a product
 EDGE = 20  # a product with n rows, columns or tokens takes as long as one with n + EDGE
 DEQUANTIZED_S = 0.9e-9  # a value
+COMPILED_S = 0.55e-9  # a value dequantized by compiled code, reading included
 READ_S = 0.35e-9  # a byte
 TILE_S = 150e-6  # what waits between the products with two tiles
 QUERIES_S = 800e-6  # the same of a block of queries, forward or backward
@@ -36,7 +37,7 @@ def seconds(
         key = (layer.alike, stays, keeps)
         if key not in known:
             passes = _passes(layer, execution, backward, keeps)
-            known[key] = _layer_seconds(passes, execution.bucket, 0 if stays else 1 / lanes)
+            known[key] = _layer_seconds(passes, execution, 0 if stays else 1 / lanes)
         total += known[key]
     blocks = -(-execution.bucket // execution.attention_block)
     total += len(layers) * blocks * QUERIES_S * (2 if backward else 1)
@@ -44,14 +45,14 @@ def seconds(
 
 
 def _layer_seconds(
-    passes: Iterator[tuple[Matrix, int, int, float]], tokens: int, loading: float
+    passes: Iterator[tuple[Matrix, int, int, float]], execution: Execution, loading: float
 ) -> float:
     """The products with a layer's matrices, and a share `loading` of reading and dequantizing."""
     total = 0.0
     for matrix, height, width, products in passes:
         tiles = matrix.rows * matrix.columns / (height * width)
-        total += _product_seconds(tokens, height, width, products) * tiles
-        total += _loading_seconds(matrix) * loading
+        total += _product_seconds(execution.bucket, height, width, products) * tiles
+        total += _loading_seconds(matrix, execution) * loading
     return total
 
 
@@ -79,7 +80,7 @@ def _head_seconds(model: LoweredModel, backward: bool, lanes: int) -> float:
         matrix = execution.tables.matrices[name]
         height = min(matrix.rows, execution.chunk_rows)
         chunk = _product_seconds(execution.bucket, height, matrix.columns, 2 if backward else 1)
-        total += chunk * matrix.rows / height + _loading_seconds(matrix) / lanes
+        total += chunk * matrix.rows / height + _loading_seconds(matrix, execution) / lanes
     return total
 
 
@@ -89,5 +90,7 @@ def _product_seconds(tokens: int, height: int, width: int, products: float) -> f
     return products * operations * OPERATION_S + TILE_S
 
 
-def _loading_seconds(matrix: Matrix) -> float:
+def _loading_seconds(matrix: Matrix, execution: Execution) -> float:
+    if execution.compiled and not matrix.is_float:
+        return matrix.rows * matrix.columns * COMPILED_S
     return matrix.rows * matrix.columns * DEQUANTIZED_S + matrix.nbytes * READ_S

@@ -157,6 +157,7 @@ def lower(
     packed: bool,
     context: int = 0,
     compute_dtype: str = "float32",
+    compiled: bool = False,
     blocks: tuple[LoweredBlock, ...] = (),
 ) -> LoweredModel:
     """The lowered programs of all blocks at a sequence bucket.
@@ -187,6 +188,7 @@ def lower(
         compute_dtype,
         sizes.in_place,
         widths.stacked,
+        compiled,
     )
     first = manifest.first_adapted
     return LoweredModel(blocks, execution, sizes.materialize_blocks, first, context)

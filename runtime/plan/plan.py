@@ -42,7 +42,6 @@ LEAST_CONTEXT = 64  # tokens; a shorter context is not proposed
 DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
 PRODUCTS_BYTES = 2_500_000  # oneDNN's code for all shapes that are multiplied, and its scratchpad
-LLVM_BYTES = 12_000_000  # with the products that it has compiled
 THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 # The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
@@ -116,6 +115,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     materialized_head: bool = False  # whether the head's matrix stays dequantized too
     compute_dtype: str = "float32"  # of products with frozen weights
     in_place: bool = False  # whether decoded tokens are multiplied by weights where they lie
+    compiled: bool = False  # whether code compiled by LLVM dequantizes tiles
 
     @property
     def sizes(self) -> Sizes:
@@ -330,6 +330,7 @@ class Planner:
             cached_bytes=lowered.cached_bytes,
             compute_dtype=self.machine.compute_dtype,
             in_place=sizes.in_place,
+            compiled=lowered.execution.compiled,
         )
 
     def peak_of(self, plan: Plan, task: Task) -> int:
@@ -384,12 +385,17 @@ class Planner:
         lowered = lower(
             *(self.manifest, task.request.bucket, sizes, machine.packed, task.request.context),
             machine.compute_dtype,
+            self._compiled(task.demand),
             blocks=self._blocks[1],
         )
         last = self._model
         if last is None or (last.lowered, last.demand) != (lowered, task.demand):
             last = self._model = PeakModel(self.manifest, lowered, task.demand)
         return last
+
+    def _compiled(self, demand: Demand) -> bool:
+        """Whether compiled code dequantizes: weights that lie in a map, and stay as they are."""
+        return self.machine.llvm and self.manifest.slice is None and not demand.trains_weights
 
     @property
     def _loads_weights(self) -> bool:
@@ -407,7 +413,6 @@ class Planner:
             nbytes += blas.threads * panel
             if blas.threads > 1:
                 nbytes += model.packed_rows * blas.row_bytes
-        nbytes += LLVM_BYTES * model.execution.in_place
         nbytes += model.graph_file_bytes() * GRAPH_FACTOR
         if task.request.prefetch:
             nbytes += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from runtime.arrays.compiled_dequantize import Dequantizing
 from runtime.arrays.matrices import Place
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.profile import Profile
@@ -34,6 +35,7 @@ class Session:
     graphs: Graphs
     profile: Profile = field(default_factory=Profile)
     in_place: PackedRows | None = None
+    compiled: Dequantizing | None = None
     _models: dict[int, Model] = field(default_factory=dict)
     _materialized: dict[Place, ReadyTile] = field(default_factory=dict)
 
@@ -51,6 +53,7 @@ class Session:
                 self.profile,
                 self._materialized,
                 in_place=self.in_place,
+                compiled=self.compiled,
             )
         return self._models[bucket]
 
@@ -58,7 +61,9 @@ class Session:
         plan = self.plan
         packed = plan.arithmetic == "packed"
         return lower(
-            *(self.bundle.manifest, bucket, plan.sizes, packed, plan.context), plan.compute_dtype
+            *(self.bundle.manifest, bucket, plan.sizes, packed, plan.context),
+            plan.compute_dtype,
+            plan.compiled,
         )
 
     def decoding(self, tokens: int) -> Model:
@@ -116,11 +121,16 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
     mx.clear_cache()
     trim_heap()
     place_values(plan.mapped_value_bytes)
-    in_place = None
+    in_place = compiled = None
+    matrices = bundle.manifest.matrices.values()
     if weights is None:
         weights = mapped = Weights(bundle, plan.prefetch, releases=not plan.in_place)
         if plan.in_place:
             in_place = PackedRows(mapped, blas_threads())
-    session = Session(bundle, plan, weights, Graphs(bundle), in_place=in_place)
+            in_place.prepare(matrices)
+        if plan.compiled:
+            compiled = Dequantizing(mapped, plan.compute_dtype)
+            compiled.prepare(matrices)
+    session = Session(bundle, plan, weights, Graphs(bundle), in_place=in_place, compiled=compiled)
     session.materialize()
     return session

@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import json
 import shutil
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors
 from runtime.core.notes import Note, silent
 from runtime.core.paths import cache_folder, is_mine
-from runtime.core.version import __version__
+from runtime.core.version import __version__, installed_version
 from runtime.data.limits import Limits
 from runtime.data.process import run_module
 from runtime.machine.backend import automatic_device, mlx_version
@@ -82,7 +81,7 @@ def choose_device(wanted: str, manifest: Manifest) -> str:
 
 def _traced(bundle: Bundle, device: str, note: Note) -> Bundle:
     """The bundle with graphs from the cache folder, traced there if need be."""
-    library = _installed_version("mlx_lm")
+    library = installed_version("mlx_lm")
     folder = cache_folder() / "graphs" / _key(bundle.manifest, device, library)
     if (traced := _read(bundle, folder)) is not None:
         return traced
@@ -163,14 +162,3 @@ def _key(manifest: Manifest, device: str, library: str) -> str:
     dtypes = ",".join(Elementwise.dtypes(device))  # of the arrays that graphs take and return
     model = (manifest.family, manifest.config, manifest.buckets, dtypes, device, versions)
     return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
-
-
-def _installed_version(package: str) -> str:
-    """The version of an installed package, "" if it is not installed.
-
-    It is that in the name of the package's metadata folder; `importlib.metadata` takes 1.5 MB.
-    """
-    for entry in sys.path:
-        for folder in sorted(Path(entry).glob(f"{package}-*.dist-info")):
-            return folder.name.removesuffix(".dist-info").rpartition("-")[2]
-    return ""

@@ -11,8 +11,9 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -59,6 +60,12 @@ def _quantized(matrix: Matrix, part: Callable[[Extent], npt.NDArray[np.generic]]
         return QuantizedTile(words, mx.array(scale), None)
     shift = _float32(part(biases), biases.dtype) + scale * np.float32(2.0 ** (matrix.bits - 1))
     return QuantizedTile(words, mx.array(scale), mx.array(shift))
+
+
+def _columns(values: npt.NDArray[Any], matrix: Matrix, start: int, stop: int) -> npt.NDArray[Any]:
+    """What belongs to columns start:stop of a matrix, of its words, scales or biases."""
+    first, last = (at * values.shape[1] // matrix.columns for at in (start, stop))
+    return values[:, first:last]
 
 
 class Weights:
@@ -120,6 +127,16 @@ class Weights:
         """A whole matrix where it lies in the map."""
         return tuple(self._view(extent, 0, matrix.rows) for extent in matrix.extents)
 
+    @contextmanager
+    def lent(self, matrix: Matrix, start: int, stop: int, by_columns: bool) -> Iterator[Stored]:
+        """Rows start:stop of a matrix, or columns, where they lie in the map."""
+        if by_columns:
+            yield tuple(_columns(part, matrix, start, stop) for part in self.stored(matrix))
+            return
+        yield tuple(self._view(extent, start, stop) for extent in matrix.extents)
+        row = matrix.packed.nbytes // matrix.rows
+        self._drop(matrix.packed.offset + start * row, matrix.packed.offset + stop * row)
+
     def vector(self, name: str) -> mx.array:
         """A norm weight, bias or filter, float32."""
         extent = self.manifest.vectors[name]
@@ -159,8 +176,7 @@ class Weights:
         """Columns start:stop of a matrix, whole groups of them, copied out of the map."""
 
         def part(extent: Extent) -> npt.NDArray[np.generic]:
-            first, last = (at * extent.shape[1] // matrix.columns for at in (start, stop))
-            columns = self._view(extent, 0, matrix.rows)[:, first:last]
+            columns = _columns(self._view(extent, 0, matrix.rows), matrix, start, stop)
             # contiguous: MLX would copy all that lies between the columns
             return np.ascontiguousarray(columns)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 
+from runtime.arrays.compiled_dequantize import Dequantizing
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Gradients
 from runtime.arrays.weight_source import WeightSource
@@ -202,8 +203,11 @@ def model_of(
     slices: bool = False,
     weights: WeightSource | None = None,
     compute_dtype: str = "float32",
+    compiled: bool = False,
 ) -> Model:
     """A model whose tiles are small and divide nothing; its weights are the bundle's by default."""
     sizes = Sizes(tile_values, attention_block, 0, False, slices, chunk_rows)
-    lowered = lower(bundle.manifest, bucket, sizes, arithmetic == "packed", 0, compute_dtype)
-    return Model(bundle, weights or Weights(bundle), lowered, Graphs(bundle))
+    packed = arithmetic == "packed"
+    lowered = lower(bundle.manifest, bucket, sizes, packed, 0, compute_dtype, compiled)
+    by = Dequantizing(Weights(bundle), compute_dtype) if compiled else None
+    return Model(bundle, weights or Weights(bundle), lowered, Graphs(bundle), compiled=by)

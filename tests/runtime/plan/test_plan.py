@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from support.plans import EVAL, LINUX, MAC, PLENTY, peak_model_of, plan_of, pred
 from support.runs import ondevice, succeeds, train_arguments
 
 from runtime.arrays.stored import FLOAT_BITS, Extent, Matrix
-from runtime.bundle.manifest import Manifest
+from runtime.bundle.manifest import Manifest, Slice
 from runtime.core.errors import BudgetError, UsageError
 from runtime.core.units import parse_bytes
 from runtime.machine.backend import PANEL_BYTES, ROW_BYTES, cores, prepare
@@ -54,6 +55,20 @@ def test_a_plan_fits_its_budget_and_more_budget_never_buys_less(tiny: Tiny) -> N
             + plan.kept_bytes + plan.materialized_bytes
         )  # fmt: skip
         before = plan.predicted_peak_bytes
+
+
+def test_compiled_code_needs_no_copies_and_mapped_weights_that_stay(tiny: Tiny) -> None:
+    manifest, task = tiny("qwen2").manifest, task_of(32)
+    machine = msgspec.structs.replace(LINUX, llvm=True)
+    without, plan = (plan_of(manifest, task, PLENTY, each) for each in (LINUX, machine))
+    assert (without.compiled, plan.compiled) == (False, True)
+    assert plan.minimum_bytes < without.minimum_bytes
+    changed = deciding_differences(without, plan)
+    assert "compiled False, where True follows from the rest" in changed
+    trained = task._replace(demand=replace(task.demand, trains_weights=True))
+    assert not plan_of(manifest, trained, PLENTY, machine).compiled
+    cut = msgspec.structs.replace(manifest, slice=Slice(1, 2, "0" * 64))
+    assert not plan_of(cut, task, PLENTY, machine).compiled
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "llama"])

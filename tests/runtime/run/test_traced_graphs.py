@@ -166,7 +166,7 @@ def test_trust_asks_and_then_lets_graphs_run_as_they_lie(
 def test_without_mlx_lm_the_way_out_is_named(
     origin: Bundle, stranger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(traced_graphs, "_installed_version", lambda package: "")
+    monkeypatch.setattr(traced_graphs, "installed_version", lambda package: "")
     with pytest.raises(BundleError, match=rf"pip install mlx-lm.*ondevice trust {origin.path}"):
         with_graphs(origin)
 
