@@ -115,7 +115,7 @@ def text_of(bits: int, size: int, scales: str, affine: bool, dtype: str) -> str:
 class Mapped(Protocol):
     """Weights that lie in a map."""
 
-    def lent(
+    def mapped(
         self, matrix: Matrix, start: int, stop: int, by_columns: bool
     ) -> AbstractContextManager[Stored]:
         """Rows start:stop of a matrix, or columns, where they lie."""
@@ -140,7 +140,7 @@ class Dequantizing:
         self, matrix: Matrix, start: int, stop: int, by_columns: bool
     ) -> tuple[npt.NDArray[Any], mx.array | None]:
         """Rows start:stop of a matrix, or columns: (R, C), and (R, G) the shifts not added."""
-        with self.weights.lent(matrix, start, stop, by_columns) as (words, scales, *biases):
+        with self.weights.mapped(matrix, start, stop, by_columns) as (words, scales, *biases):
             rows, groups = scales.shape
             values = np.empty((rows, groups * matrix.group_size), NUMPY[self.dtype])
             shift = values

@@ -128,7 +128,7 @@ class Weights:
         return tuple(self._view(extent, 0, matrix.rows) for extent in matrix.extents)
 
     @contextmanager
-    def lent(self, matrix: Matrix, start: int, stop: int, by_columns: bool) -> Iterator[Stored]:
+    def mapped(self, matrix: Matrix, start: int, stop: int, by_columns: bool) -> Iterator[Stored]:
         """Rows start:stop of a matrix, or columns, where they lie in the map."""
         if by_columns:
             yield tuple(_columns(part, matrix, start, stop) for part in self.stored(matrix))

@@ -41,8 +41,8 @@ def compiled_at_once() -> None:
     compile_all(text_of(*key[:3], key[3] == "affine", dtype) for key, dtype in kinds)
 
 
-class Lending:
-    """A random matrix, of which any part is lent where it lies, and read as tiles are."""
+class RandomMatrix:
+    """A random matrix, of which any part is read where it lies, and as tiles are."""
 
     def __init__(
         self, rng: Rng, bits: int, layout: Literal["symmetric", "affine"], size: int, dtype: str
@@ -62,7 +62,7 @@ class Lending:
         self.stored = (words, *map(np.asarray, halves))
 
     @contextmanager
-    def lent(self, matrix: Matrix, start: int, stop: int, by_columns: bool) -> Iterator[Stored]:
+    def mapped(self, matrix: Matrix, start: int, stop: int, by_columns: bool) -> Iterator[Stored]:
         def taken(part: np.ndarray) -> np.ndarray:
             first, last = (at * part.shape[1] // matrix.columns for at in (start, stop))
             return part[:, first:last] if by_columns else part[start:stop]
@@ -70,7 +70,7 @@ class Lending:
         yield tuple(map(taken, self.stored))
 
     def tile(self, start: int, stop: int, by_columns: bool) -> QuantizedTile:
-        with self.lent(self.matrix, start, stop, by_columns) as (words, *_):
+        with self.mapped(self.matrix, start, stop, by_columns) as (words, *_):
             size = self.matrix.group_size
             of_groups = slice(start // size, stop // size)
             where = (slice(None), of_groups) if by_columns else slice(start, stop)
@@ -83,7 +83,7 @@ class Lending:
 def test_every_bit_is_that_of_the_reference(
     rng: Rng, bits: int, size: int, scales: str, layout: Literal["symmetric", "affine"]
 ) -> None:
-    weights = Lending(rng, bits, layout, size, scales)
+    weights = RandomMatrix(rng, bits, layout, size, scales)
     matrix, arrays = weights.matrix, CpuArrays()
     for by_columns in (False, True):
         count, step = (weights.groups, size) if by_columns else (matrix.rows, 1)
