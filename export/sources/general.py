@@ -27,6 +27,7 @@ import numpy as np
 from export.sources.rope import ORIGINAL_LENGTH, checked_scaling, with_fixed_base
 from export.sources.source import turned
 from export.sources.windows import FULL, SLIDING, pattern_of
+from runtime.adapters.origins import Origin
 from runtime.core.errors import BundleError
 
 # names that mlx-lm's classes have for the same setting, the first of which is transformers'
@@ -73,6 +74,15 @@ OWN = {
     "gemma4_text": "export.sources.gemma4",
     "opt": "export.sources.opt",
 }
+# parts of names of mlx-lm's tensors -> transformers', where these are others in every checkpoint
+_ELSEWHERE = {
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), (("model.", "transformer."),)),
+    "gpt_neox": (
+        *(("model.h.", "gpt_neox.layers."), ("model.embed_out", "embed_out")),
+        ("model.", "gpt_neox."),
+    ),
+}
+_TRANSPOSED = ("gpt2",)  # whose matrices in layers are (in, out) in transformers
 _NEEDED = inspect.Parameter.empty  # the default of an argument without one
 # arguments that classes of mlx-lm need and transformers has no setting for -> what it computes
 _ABSENT = {
@@ -564,6 +574,31 @@ def whole_tensors(model: Any) -> dict[str, tuple[list[str], int | None]]:
     found: dict[str, tuple[list[str], int | None]] = (
         model.whole() if hasattr(model, "whole") else {}
     )
+    return found
+
+
+def usual_origins(
+    family: str, model: Any, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[Origin]]:
+    """Where transformers has the tensors of a model, without those of the same name there.
+
+    For sources that have no tensors of transformers, which would show it. `shapes` are those of all
+    tensors of one of mlx-lm's models.
+    """
+    found = {}
+    for name, shape in shapes.items():
+        theirs = name
+        for old, new in _ELSEWHERE.get(family, ()):
+            theirs = theirs.replace(old, new)
+        if theirs != name:
+            transposed = family in _TRANSPOSED and len(shape) == 2 and ".h." in name
+            found[name] = [Origin(theirs, 0, shape[0], shape[0], transposed)]
+    for name, (parts, axis) in whole_tensors(model).items():
+        for at, part in enumerate(parts):
+            (height, *across), count = shapes[part], len(parts)
+            first, whole = (at * height, count * height) if axis == 0 else (0, height)
+            columns = (at * across[0], across[0], count * across[0]) if axis else None
+            found[part] = [Origin(name, first, height, whole, columns=columns)]
     return found
 
 

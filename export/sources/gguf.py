@@ -18,7 +18,8 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from export.sources.families import expected_shapes, normalise_config
+from export.sources.families import build_model, normalise_config, parameter_shapes
+from export.sources.general import usual_origins
 from export.sources.gguf_blocks import TRANSCODINGS, Transcoding, transcode
 from export.sources.gguf_config import FURTHER, read_config, rope_tables
 from export.sources.gguf_file import GGUFFile, GGUFTensor
@@ -36,6 +37,7 @@ from export.sources.gguf_tokenizer import convert_tokenizer
 from export.sources.source import Checkpoint, check_tensors
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_GGUF, checked
+from runtime.adapters.origins import RENAMED
 from runtime.core.errors import BundleError
 
 
@@ -52,7 +54,8 @@ class GGUFCheckpoint(Checkpoint):
         unknown = unknown_metadata(meta, raw["model_type"], str(path))
         config = normalise_config(raw, str(path), "output.weight" in self._file.tensors)
         family = str(config["model_type"])
-        expected = expected_shapes(family, config, str(path))
+        model = build_model(family, config, str(path))
+        expected = parameter_shapes(model)
         self._stored = _stored_names(self._file, raw, expected)
         for name, stored in self._stored.items():
             self._file.tensors[stored] = _flat(self._file.tensors[stored], expected.get(name, ()))
@@ -71,6 +74,8 @@ class GGUFCheckpoint(Checkpoint):
             "files": [{"name": name, "bytes": size} for name, size in self._file.parts.items()],
             "types": {type_.name: count for type_, count in sorted(types.items())},
         }
+        if origins := usual_origins(family, model, expected):
+            provenance[RENAMED] = origins
         if family in TYPES:
             provenance["model_type"] = TYPES[family]
         if digests := checked(meta.get(IN_GGUF, []), str(path)):

@@ -27,9 +27,9 @@ _HEAD_DIMS = (
     *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
     *("rope.dimension_count", "rope.dimension_count_swa"),
 )
-# families that may turn a part of each head
 _PART = "partial_rotary_factor"
 _SAME = {"rope_theta": "rotary_emb_base", _PART: "rotary_pct"}  # GPT-NeoX's names
+# families that may turn a part of each head
 _PARTIAL = (
     *("glm", "glm4", "phi", "phi3", "nemotron", "stablelm", "qwen3_5"),
     *("glm4_moe", "solar_open", "minimax", "gpt_neox"),
@@ -108,9 +108,7 @@ _ALIKE = ("qwen2", "qwen3", "gemma3_text")  # with biases, or without, in every 
 _CONVOLUTION = "conv"  # a type of layer
 # the one size of each whose attention is not scaled by its head dimension
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
-_LOCAL_BASE = dict.fromkeys(
-    ("gemma3_text", "gemma4_text"), 1e4
-)  # the base of positions in its layers with windows
+_LOCAL_BASE = {"gemma3_text": 1e4, "gemma4_text": 1e4}  # of positions in layers with windows
 # families with windows -> the width without an entry, and one in how many layers has none
 WINDOWED = {"gemma2": (4096, 2), "gemma3_text": (0, 6), "gpt_oss": (0, 2)}
 WINDOWED |= {"exaone4": (4096, 4), **dict.fromkeys(("cohere2", "olmo3", "afmoe"), (0, 4))}
@@ -193,7 +191,7 @@ def read_config(file: Described, where: str) -> dict[str, Any]:
         )
     try:
         return _config(_Metadata(file, family, where))
-    except (TypeError, ValueError) as e:  # a value of another type than it has to be
+    except (TypeError, ValueError, LookupError, ArithmeticError) as e:  # values of other types
         raise BundleError(f"{where}: the metadata cannot be understood: {e}") from e
 
 
@@ -314,7 +312,7 @@ def _number(value: float) -> float | int:
 
 def _defaults(entries: _Metadata, head_dim: int) -> dict[str, float]:
     """What llama.cpp takes where a file lacks one of these entries, or has 0."""
-    width, get = np.max(entries.get("feed_forward_length")), entries.get
+    width, get = int(np.max(entries.get("feed_forward_length"))), entries.get
     return {
         **{"embedding_scale": 1.0, "residual_scale": 1.0, "attention.scale": head_dim**-0.5},
         **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
@@ -441,7 +439,7 @@ def _tabled_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any]:
     """The scaling of Llama 3, or of Gemma 4, that a file's table was made by."""
     factors = entries.file.rows(ROPE_FREQS, slice(None))
     if entries.family == "gemma4_text":
-        return gguf_gemma4.scaling_of(factors)
+        return gguf_gemma4.scaling_of(factors, head_dim)
     scaling = {
         **{"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0},
         **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},

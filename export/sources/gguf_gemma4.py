@@ -125,10 +125,13 @@ def factors(scaling: Mapping[str, Any], head_dim: int) -> F32:
     return table
 
 
-def scaling_of(table: F32) -> dict[str, Any]:
+def scaling_of(table: F32, head_dim: int) -> dict[str, Any]:
     """The scaling of positions that such factors are made of. Raises ValueError for others."""
     turned = int((table == 1).sum())
-    scaling = {"rope_type": "proportional", "partial_rotary_factor": turned / len(table)}
-    if not np.array_equal(table, factors(scaling, 2 * len(table))):
-        raise ValueError("rope_freqs.weight must have 1 where positions turn, and then 1e30")
+    scaling = {"rope_type": "proportional", "partial_rotary_factor": 2 * turned / head_dim}
+    if not np.array_equal(table, factors(scaling, head_dim)):
+        raise ValueError(
+            f"rope_freqs.weight must have {head_dim // 2} numbers, 1 where positions turn and then "
+            f"{_NEVER:g}"
+        )
     return scaling

@@ -18,10 +18,10 @@ from export.sources.families import (
     normalise_config,
     parameter_shapes,
 )
-from export.sources.general import whole_tensors
+from export.sources.general import usual_origins, whole_tensors
 from export.sources.source import Checkpoint
 from export.stored import F32
-from runtime.adapters.origins import RENAMED, Origin
+from runtime.adapters.origins import RENAMED
 from runtime.core.errors import UsageError
 
 
@@ -255,22 +255,14 @@ class RandomCheckpoint(Checkpoint):
         family = str(config["model_type"])
         provenance: dict[str, Any] = {"kind": "random", "name": preset, "seed": seed}
         model = build_model(family, config, preset)
-        super().__init__(family, config, provenance, parameter_shapes(model))
+        shapes = parameter_shapes(model)
+        super().__init__(family, config, provenance, shapes)
         self._seed = seed
+        if origins := usual_origins(family, model, shapes):
+            provenance[RENAMED] = origins
         self._same: dict[str, str] = {}  # tensors of layers that a checkpoint has once
         for name, (parts, axis) in whole_tensors(model).items():
             self._same |= dict.fromkeys(parts if axis is None else (), name)
-            provenance.setdefault(RENAMED, {}).update(self._origins(name, parts, axis))
-
-    def _origins(self, name: str, parts: list[str], axis: int | None) -> dict[str, list[Origin]]:
-        """Which part of the tensor that transformers has each of these is."""
-        (height, *across), count = self.shape(parts[0]), len(parts)
-        origins = []
-        for at in range(count):
-            first, whole = (at * height, count * height) if axis == 0 else (0, height)
-            columns = (at * across[0], across[0], count * across[0]) if axis else None
-            origins.append(Origin(name, first, height, whole, columns=columns))
-        return {part: [origin] for part, origin in zip(parts, origins, strict=True)}
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         shape = self._check_rows(name, start, stop)

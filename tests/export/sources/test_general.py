@@ -19,9 +19,10 @@ from export.sources.families import (
     text_config,
     transformers_config,
 )
-from export.sources.general import Made, completed, normalised, shifts, tensors_made
+from export.sources.general import Made, completed, normalised, shifts, tensors_made, usual_origins
 from export.sources.settings import unknown_settings
 from export.sources.verified import is_verified, tried_types
+from runtime.adapters.origins import Origin
 from runtime.core.errors import BundleError
 
 SHAPES = {"a": (6, 3), "b": (2, 3), "c": (5,), "d": (2, 3, 4), "e": ()}
@@ -120,6 +121,36 @@ def test_a_class_that_misses_a_tensor_is_named_with_it_and_a_way_out() -> None:
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     with pytest.raises(BundleError, match=r"mlx_lm\.models\.dots1\.Model of mlx-lm [\d.]+ cannot"):
         tensors_made(build_model("dots1", config), {name: (32, 64)}, "x")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "origin"),
+    [
+        (
+            "gpt_neox",
+            "model.h.1.attention.query_key_value.weight",
+            Origin("gpt_neox.layers.1.attention.query_key_value.weight", 0, 192, 192),
+        ),
+        ("gpt_neox", "model.embed_out.weight", Origin("embed_out.weight", 0, 320, 320)),
+        (
+            "gpt2",
+            "model.h.0.attn.c_attn.weight",
+            Origin("transformer.h.0.attn.c_attn.weight", 0, 192, 192, True),
+        ),
+        ("gpt2", "model.wpe.weight", Origin("transformer.wpe.weight", 0, 256, 256)),
+        (
+            "gemma4_text",
+            "model.layers.1.embed_tokens_per_layer.weight",
+            Origin("model.embed_tokens_per_layer.weight", 0, 320, 320, columns=(32, 32, 128)),
+        ),
+    ],
+)
+def test_sources_without_tensors_of_transformers_know_its_names(
+    family: str, name: str, origin: Origin
+) -> None:
+    config = normalise_config(tiny(family), "x", True)
+    model = build_model(family, config)
+    assert usual_origins(family, model, parameter_shapes(model))[name] == [origin]
 
 
 def test_a_tied_model_is_sanitized_more_than_once() -> None:
