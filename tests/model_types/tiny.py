@@ -77,6 +77,9 @@ OF_TYPE: dict[str, Settings] = {
     "gpt_bigcode": {"num_key_value_heads": 1},
     "minicpm3": {"rope_parameters": LONG, "tie_word_embeddings": False, "num_key_value_heads": 4},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "full_attn_idxs": None},
+    "lfm2_moe": {
+        **{"layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 2},
+    },
     # its norms of outputs near 0 enlarge errors of rounding: with 1e-6 transformers is as far as
     # 2e-5 from float64
     **{name: {"rms_norm_eps": 1e-3} for name in ("olmo_hybrid", "qwen3_5_text")},

@@ -87,15 +87,6 @@ def test_positions_are_those_of_transformers(
         ({"rope_type": "default", "beta_fast": 3}, "with beta_fast"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"rope_type": "llama3", "factor": 2.0}, "Missing required keys .*low_freq_factor"),
-        (
-            {
-                "rope_type": "longrope",
-                "original_max_position_embeddings": 64,
-                "short_factor": [1.0] * 16,
-                "long_factor": [2.0] * 16,
-            },
-            "hold one of both",
-        ),
     ],
 )
 def test_what_cannot_be_computed_is_named(scaling: dict[str, Any], message: str) -> None:
