@@ -145,7 +145,7 @@ def _add_tensors(
         stated = stated[:2] if stated[2:] == (1,) else stated  # of filters
         writer.add_tensor_info(stored, stated, item, nbytes, _GGML[form][0])
         read = partial(_stored_rows, model, parts[stored], shape)
-        tensors.append(_Tensor(nbytes, slices.bytes_of(stored, shape, form, read)))
+        tensors.append(_Tensor(nbytes, slices.bytes_of(parts[stored][0], shape, form, read)))
     return tensors
 
 
@@ -157,9 +157,12 @@ def _stored_rows(
     model: FusedCheckpoint, names: list[str], shape: tuple[int, ...], start: int, stop: int
 ) -> F32:
     """Rows start:stop of a tensor of the file, which has the values of these of the model."""
+    places = {name: _place(model, name) for name in names}
+    if all(place.rows is None and place.columns is None for place in places.values()):
+        (name,) = names
+        return to_file(model.family, name, model.rows(name, start, stop))
     values: F32 = np.empty((stop - start, *shape[1:]), np.float32)
-    for name in names:
-        place = _place(model, name)
+    for name, place in places.items():
         rows = place.rows
         held = np.arange(start, stop)  # rows of the model
         if rows is not None:

@@ -79,7 +79,7 @@ def test_a_run_keeps_and_says_what_it_promises(bundle: Path, tmp_path: Path) -> 
     assert "sequence bucket of" not in done.stderr
     refuses(2, "--resume", *train_arguments(bundle, run, 3), by=ondevice)
     known = evaluations_of(run)
-    known["after"]["loss"] = 123.0  # no evaluation would find it, and none is made again
+    known["after"]["loss"] = 123.0  # no evaluation would find it, and none is repeated
     replaced(run, "evaluations.json", json.dumps(known))
     before = adapter(run)
     again = succeeds("train", "--resume", run, "--verbose")

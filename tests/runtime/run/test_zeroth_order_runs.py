@@ -26,6 +26,7 @@ from support.shared import Shared
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError
 from runtime.machine.footprint import Meter
+from runtime.machine.machine_code import lacking
 from runtime.run import start
 from runtime.run.results import Events
 from runtime.run.trainer import Trainer
@@ -170,7 +171,8 @@ def test_profile_tells_where_time_goes(bundle: Path, tmp_path: Path) -> None:
         succeeds(*train_arguments(bundle, run, 3, method=method), "--profile")
         facts = summary_of(run)
         owners = facts["seconds_per_step"]
-        assert {"read", "unpack", "linear forward", "head"} <= set(owners)
+        reads = {"read"} if lacking() else set()  # compiled code reads as it dequantizes
+        assert {"unpack", "linear forward", "head"} | reads <= set(owners)
         assert 0 < sum(owners.values()) <= facts["seconds"] / 3 * 1.01
         blocks = facts["blocks"]
         assert [b["name"] for b in blocks][-1] == "head"
