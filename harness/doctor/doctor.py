@@ -14,7 +14,7 @@ from harness.doctor.finding import Finding, Status
 from harness.doctor.machine import computer
 from harness.measure.command import ondevice
 from runtime.core.errors import OnDeviceError
-from runtime.machine.machine_code import lacking
+from runtime.machine.machine_code import is_built_for, lacking
 
 PRODUCTS = "float32 products, GFLOP/s"
 USUAL_GFLOPS = 50.0
@@ -101,9 +101,11 @@ def _products(probed: dict[str, Any]) -> Finding:
 
 
 def _compiled() -> Finding:
-    if why := lacking():
-        return Finding("compiled code", Status.MISSING, f"weights are dequantized without: {why}")
-    return Finding("compiled code", Status.OK, "dequantizes weights, and multiplies by them")
+    if not (why := lacking()):
+        return Finding("compiled code", Status.OK, "dequantizes weights, and multiplies by them")
+    status = Status.MISSING if is_built_for() else Status.OK  # elsewhere there is nothing to mend
+    way = "all works without it, more slowly"
+    return Finding("compiled code", status, f"weights are dequantized without: {why}", way)
 
 
 def _blas(probed: dict[str, Any]) -> Finding:

@@ -33,12 +33,17 @@ DIGEST_BYTES = 32
 PROBE = "define void @probe(ptr %at) {\n  store i64 42, ptr %at\n  ret void\n}\n"
 
 
+def is_built_for() -> bool:
+    """Whether texts are compiled for such a system and processor."""
+    return (sys.platform, platform.machine()) == ("linux", "x86_64")
+
+
 @cache
 def lacking() -> str:
     """Why no text can be compiled and run here; empty if it can."""
-    here = (sys.platform, platform.machine())
-    if here != ("linux", "x86_64"):
-        return f"it is built for Linux on x86-64, and this is {here[0]} on {here[1]}"
+    if not is_built_for():
+        here = f"{sys.platform} on {platform.machine()}"
+        return f"it is built for Linux on x86-64, and this is {here}"
     if "f16c" not in cpu_flags():
         return "the processor does not convert the 16 bits of scales itself"
     if find_spec("llvmlite") is None:
