@@ -42,8 +42,7 @@ group:
   %signed = sub <{size} x i8> %codes, splat (i8 {middle})
   %integers = sitofp <{size} x i8> %signed to <{size} x float>
   %scale_at = getelementptr {half}, ptr %scales, i64 %at
-  %half_scale = load {half}, ptr %scale_at
-  %scale = {widen} {half} %half_scale to float
+{scale}
   %one_scale = insertelement <{size} x float> poison, float %scale, i64 0
   %all_scale = shufflevector <{size} x float> %one_scale, <{size} x float> poison, <{size} x i32> zeroinitializer
   %scaled = fmul <{size} x float> %integers, %all_scale
@@ -70,8 +69,7 @@ UNPACK = {
   %codes = shufflevector <{octets} x i8> %low, <{octets} x i8> %high, <{size} x i32> <{order}>""",
 }
 SHIFT = """  %bias_at = getelementptr {half}, ptr %biases, i64 %at
-  %half_bias = load {half}, ptr %bias_at
-  %bias = {widen} {half} %half_bias to float
+{bias}
   %middle = fmul float %scale, {middle}.0
   %shift = fadd float %bias, %middle"""
 ADDED = """  %one_shift = insertelement <{size} x float> poison, float %shift, i64 0
@@ -83,6 +81,17 @@ APART = """
 VALUES = {
     "float": "  %values = freeze <{size} x float> %scaled",
     "bfloat": "  %values = fptrunc <{size} x float> %scaled to <{size} x bfloat>",
+}
+# A bfloat16 is the upper half of its float32. For LLVM's own conversion of it, processors without
+# such instructions may call a function that is not there.
+READ = {
+    "float": "  %{name} = load float, ptr %{name}_at",
+    "half": """  %half_{name} = load half, ptr %{name}_at
+  %{name} = fpext half %half_{name} to float""",
+    "bfloat": """  %half_{name} = load i16, ptr %{name}_at
+  %wide_{name} = zext i16 %half_{name} to i32
+  %upper_{name} = shl i32 %wide_{name}, 16
+  %{name} = bitcast i32 %upper_{name} to float""",
 }
 HALVES = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
 TYPES = {"float32": "float", "bfloat16": "bfloat"}
@@ -98,7 +107,7 @@ def text_of(bits: int, size: int, scales: str, affine: bool, dtype: str) -> str:
     octets, half = size * bits // 8, HALVES[scales]
     order = ", ".join(f"i32 {at // 2 + octets * (at % 2)}" for at in range(size))
     sizes = {"size": size, "octets": octets, "half": half, "middle": 1 << (bits - 1)}
-    sizes["widen"] = "bitcast" if half == "float" else "fpext"
+    sizes |= {name: READ[half].format(name=name) for name in ("scale", "bias")}
     values, shift = VALUES[TYPES[dtype]], ""
     if affine:
         shift = SHIFT if dtype == "float32" else SHIFT + APART

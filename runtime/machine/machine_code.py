@@ -75,19 +75,33 @@ def compile_all(texts: Iterable[str]) -> None:
         parts = [Path(temporary, path.name) for path in missing.values()]
         with storage_errors(folder):
             given.write_text("\0".join(missing))
-        # not `subprocess`, which takes 0.5 MB
-        command = [sys.executable, "-P", compiling_process.__file__, *map(str, (given, *parts))]
-        out = (os.POSIX_SPAWN_OPEN, 2, str(said), os.O_WRONLY | os.O_CREAT, 0o600)
-        process = os.posix_spawn(sys.executable, command, os.environ, file_actions=[out])
-        if os.waitpid(process, 0)[1]:
-            words = said.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+        if (reason := _compile(given, parts, said)) is not None:
             raise UsageError(
-                f"llvmlite is installed and cannot compile ({words[-1]}): {EXTRA}, or do without: "
+                f"llvmlite is installed and cannot compile ({reason}): {EXTRA}, or do without: "
                 "pip uninstall llvmlite"
             )
         with storage_errors(folder):
             for part, path in zip(parts, missing.values(), strict=True):
                 part.rename(path)
+
+
+def _compile(given: Path, parts: list[Path], said: Path) -> str | None:
+    """Compile a file's texts in a process of its own; returns why not, if it did not."""
+    if not sys.executable:
+        return "this Python does not know its own program"
+    command = [sys.executable, "-P", compiling_process.__file__, *map(str, (given, *parts))]
+    out = (os.POSIX_SPAWN_OPEN, 2, str(said), os.O_WRONLY | os.O_CREAT, 0o600)
+    try:  # not `subprocess`, which takes 0.5 MB
+        process = os.posix_spawn(sys.executable, command, os.environ, file_actions=[out])
+    except OSError as problem:
+        return f"{sys.executable}: {problem.strerror}"
+    try:
+        failed = os.waitpid(process, 0)[1] != 0
+    except ChildProcessError:  # it has ended, and the system keeps no status (SIGCHLD is ignored)
+        failed = False
+    if not failed and all(part.exists() for part in parts):
+        return None
+    return (said.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
 
 
 @cache

@@ -15,6 +15,7 @@ from runtime.core.units import format_bytes
 from runtime.machine.backend import this_machine
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine
+from runtime.machine.machine_code import lacking
 from runtime.methods.protocol import method
 from runtime.operations.values import CHUNK_TOKENS
 from runtime.plan.demand import Demand, lane_choices
@@ -221,7 +222,14 @@ def plan_of_first(chosen: Plan, manifest: Manifest, machine: Machine, wanted: Wa
 
     Raises:
         BudgetError: it does not fit.
+        UsageError: it takes compiled code, which does not run here.
     """
+    if chosen.compiled and not machine.llvm:
+        raise UsageError(
+            f"rank 0's plan, which all workers execute, dequantizes weights by compiled code: "
+            f"{lacking() or 'this process does not run it'}; mend that, leave this machine out, or "
+            "have rank 0 do without: pip uninstall llvmlite"
+        )
     if reason := reason_to_replan(chosen, chosen, manifest, machine, wanted):
         raise BudgetError(
             f"rank 0's plan, which all workers execute, does not fit here: {reason}; give a larger "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,27 @@ def test_what_cannot_be_compiled_or_mapped_is_said(
         patched.setattr("platform.machine", lambda: "riscv64")
         assert "this is linux on riscv64" in lacking()
     lacking.cache_clear()
+
+
+def test_a_process_that_does_not_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for program, reason in (
+        ("", "does not know its own program"),
+        ("/nowhere", "/nowhere: No such file"),
+        ("/bin/true", "it said nothing"),
+    ):
+        monkeypatch.setattr("sys.executable", program)
+        with pytest.raises(UsageError, match=rf"cannot compile \(.*{reason}"):
+            compile_all([TABLE.format(first=1)])
+
+
+def test_a_status_that_the_system_does_not_keep_is_not_needed() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert looked_up(TABLE.format(first=3), 0) == 3
+        with pytest.raises(UsageError, match="cannot compile"):
+            function("define void @f() { ret i32 }", 0)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_an_old_llvm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from support.runs import adapter, replaced
 
 from runtime.config.base import load
 from runtime.config.train import TrainConfig
-from runtime.core.errors import BudgetError, BundleError
+from runtime.core.errors import BudgetError, BundleError, UsageError
 from runtime.machine.backend import arithmetic
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Heap, Machine
@@ -331,3 +331,15 @@ def test_a_damaged_plan_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(BundleError, match=r"plan\.json"):
         resume.resume(stopped, Events(), {})
     assert adapter(stopped) == before
+
+
+def test_a_worker_without_compiled_code_refuses_a_plan_that_takes_it(tiny: Tiny) -> None:
+    manifest = tiny("gemma3").manifest
+    task = task_of(32)
+    wanted = budget.Wanted(task.request, task.demand, BUDGET)
+    compiled = msgspec.structs.replace(LINUX, llvm=True)
+    chosen = budget.make_plan(manifest, compiled, wanted)
+    assert chosen.compiled
+    assert budget.plan_of_first(chosen, manifest, compiled, wanted) == chosen
+    with pytest.raises(UsageError, match=r"by compiled code: .*leave this machine out"):
+        budget.plan_of_first(chosen, manifest, LINUX, wanted)
