@@ -74,6 +74,10 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
         if config["rms_norm_eps"] != _USUAL_EPSILON:  # which transformers has for them in any case
             knows = f"{_USUAL_EPSILON}: it takes it for the lengths of queries and keys too"
             raise _refusal("rms_norm_eps", config["rms_norm_eps"], knows)
+        keys, values = (config[f"linear_{part}_head_dim"] for part in ("key", "value"))
+        if keys != values:  # on which llama.cpp's gated delta rule aborts
+            knows = f"{values}, which is linear_value_head_dim: it has one size for both"
+            raise _refusal("linear_key_head_dim", keys, knows)
         # of images, whose positions are those of text here
         pairs = turned // 2
         writer.add_rope_dimension_sections([*((pairs + 2 - axis) // 3 for axis in range(3)), 0])

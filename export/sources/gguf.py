@@ -8,6 +8,7 @@ are never quantized.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -39,6 +40,8 @@ from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_GGUF, checked
 from runtime.adapters.origins import RENAMED
 from runtime.core.errors import BundleError
+
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.")  # with which the names of a block's tensors begin
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -190,9 +193,9 @@ def _stored_names(
     others = file.tensors.keys() - set(present.values()) - rope_tables(file)
     first = config["num_hidden_layers"]
     count = file.metadata.get(f"{ARCHITECTURES[config['model_type']]}.{FURTHER}", 0)
-    further = tuple(f"blk.{first + number}." for number in range(count))
-    others = {name for name in others if not name.startswith(further)}
-    return {**present, **{name: name for name in sorted(others)}}
+    blocks = {name: _BLOCK.match(name) for name in others}
+    further = {name for name, at in blocks.items() if at and first <= int(at[1]) < first + count}
+    return {**present, **{name: name for name in sorted(others - further)}}
 
 
 def _check_readable(type_: GGMLQuantizationType, path: Path) -> None:

@@ -77,6 +77,7 @@ _VALUES: dict[_Neutral, str] = {
     ("reference", "Meta AI original pth"): "ARCH: tensor_data_layout",
     (0, 1): """
         ARCH: logit_scale residual_scale embedding_scale expert_weights_scale expert_gating_func
+        ARCH: expert_group_count expert_group_used_count
         ARCH.attention: output_scale value_scale
     """,
     (1,): """

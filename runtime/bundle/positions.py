@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_LONGEST, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
+
 
 def positions_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of rotary positions of a bundle's configuration, flat."""
@@ -20,12 +22,17 @@ def short_length(config: Mapping[str, Any]) -> int | None:
     scaling = positions_of(config)
     if scaling.get("short_factor") == scaling.get("long_factor"):
         return None
-    length = scaling.get("original_max_position_embeddings")
+    length = scaling.get(_ORIGINAL)
     return length if isinstance(length, int) else None
 
 
 def longest_sequence(config: Mapping[str, Any]) -> int | None:
     """The most tokens for which a model was made; None where its configuration does not say."""
-    longest, short = config.get("max_position_embeddings"), short_length(config)
+    longest, short = config.get(_LONGEST), short_length(config)
     lengths = [one for one in (longest, short) if isinstance(one, int) and one > 0]
     return min(lengths, default=None)
+
+
+def longest_by(config: Mapping[str, Any]) -> str:
+    """The setting of a configuration that says its longest sequence, for messages."""
+    return _LONGEST if longest_sequence(config) == config.get(_LONGEST) else _ORIGINAL

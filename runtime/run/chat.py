@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator as Stream
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from runtime.bundle.positions import longest_sequence
+from runtime.bundle.positions import longest_by, longest_sequence
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import UsageError
 from runtime.core.notes import Note, silent, warning
@@ -44,9 +45,7 @@ class Chat:
         self._meter.__enter__()
         bundle = open_checked(self.config.bundle, self.config.device, self._note)
         require_template(bundle.path)
-        self._context = _within(
-            longest_sequence(bundle.manifest.config), self.config.context, self._note
-        )
+        self._context = _within(bundle.manifest.config, self.config.context, self._note)
         self._prompts = Prompts(to_apply(self._adapter, bundle, self._note), self._note)
         return self
 
@@ -105,14 +104,15 @@ class Chat:
         return generation_of(text, pieces, answer, self.plan, self._meter)
 
 
-def _within(limit: int | None, context: int, note: Note) -> int:
+def _within(settings: Mapping[str, Any], context: int, note: Note) -> int:
     """The tokens that a conversation may have: no more than the model was made for."""
+    limit = longest_sequence(settings)
     if limit is None or context <= limit:
         return context
     note(
         warning(
             f"the conversation may have {limit} tokens, not {context} (--context): the model was "
-            f"made for sequences of at most {limit} (max_position_embeddings)"
+            f"made for sequences of at most {limit} ({longest_by(settings)})"
         )
     )
     return limit

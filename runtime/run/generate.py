@@ -6,12 +6,12 @@ import json
 import tempfile
 import time
 from collections.abc import Generator as Stream
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from runtime.bundle.positions import longest_sequence
+from runtime.bundle.positions import longest_by, longest_sequence
 from runtime.bundle.store import Bundle
 from runtime.config.generate import GenerateConfig, GenerationConfig
 from runtime.core.errors import UsageError
@@ -247,10 +247,8 @@ class Generating:
             bundle = to_apply(adapter, open_checked(config.bundle, config.device, note), note)
             with Prompts(bundle, note) as prompts:
                 prompt = prompts.write(config.said)
-            limit = longest_sequence(bundle.manifest.config)
-            context = len(prompt.tokens) + config.max_tokens
-            if limit is not None:
-                context = _within(limit, len(prompt.tokens), config.max_tokens, note)
+            settings = bundle.manifest.config
+            context = _within(settings, len(prompt.tokens), config.max_tokens, note)
             generator = Generator(config, bundle, adapter, prompts.encoder, context, note)
             plan = generator.plan
             self.answer.prompt_tokens, pieces = len(prompt.tokens), []
@@ -279,12 +277,15 @@ def generation_of(
     )
 
 
-def _within(limit: int, prompt: int, max_tokens: int, note: Note) -> int:
+def _within(settings: Mapping[str, Any], prompt: int, max_tokens: int, note: Note) -> int:
     """The context of a prompt and its continuation, cut to the model's longest sequence."""
+    limit = longest_sequence(settings)
+    if limit is None:
+        return prompt + max_tokens
     if prompt >= limit:
         raise UsageError(
             f"the prompt has {prompt} tokens; the model was made for sequences of at most {limit} "
-            "(max_position_embeddings): shorten it"
+            f"({longest_by(settings)}): shorten it"
         )
     if prompt + max_tokens > limit:
         note(

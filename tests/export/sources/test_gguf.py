@@ -302,6 +302,37 @@ def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         assert "last 1 blocks predict the tokens after the next one" in "".join(read.warnings)
 
 
+def test_the_number_of_blocks_that_are_left_out_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0]["qwen35.block_count"]
+        writer.add_uint64("qwen35.block_count", 2**60 + 4)
+        writer.add_uint64("qwen35.nextn_predict_layers", 2**60)
+
+    file_of(path, "qwen3_5", {}, add, rms_norm_eps=1e-6, linear_key_head_dim=16)
+    with open_checkpoint(str(path)) as read:
+        assert read.config["num_hidden_layers"] == 4
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_experts_in_one_group_are_read(tmp_path: Path, groups: int) -> None:
+    """As in published files of GLM 4.5 and dots1, of which llama.cpp then leaves the groups out."""
+    path = tmp_path / "m.gguf"
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_expert_group_count(groups)
+        writer.add_expert_group_used_count(1)
+
+    file_of(path, "glm4_moe", {}, add)
+    if groups > 1:
+        with pytest.raises(BundleError, match=r"glm4moe\.expert_group_count = 2 is not supported"):
+            open_checkpoint(str(path))
+        return
+    with open_checkpoint(str(path)) as read:
+        assert read.config["n_group"] == 1
+
+
 def test_quantized_experts_are_read_each_in_its_rows(
     rng: np.random.Generator, tmp_path: Path
 ) -> None:

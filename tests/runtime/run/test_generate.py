@@ -121,6 +121,10 @@ def test_a_sequence_is_no_longer_than_the_model_was_made_for(
     assert wanted.startswith(found["text"]) and found["prompt_tokens"] == len(prompt)
     with pytest.raises(UsageError, match="41 tokens; the model was made for sequences of at most"):
         list(pieces(short, "a" * 40, None, 1))
+    scaling = {"short_factor": [1], "long_factor": [2], "original_max_position_embeddings": 10}
+    original = say(short, "config/rope_scaling", {"rope_type": "longrope", **scaling})
+    with pytest.raises(UsageError, match=r"at most 10 \(original_max_position_embeddings\)"):
+        list(pieces(original, "a" * 40, None, 1))
 
 
 def test_speeds_and_memory_are_shown_on_stderr(
