@@ -129,10 +129,13 @@ def function(text: str, arguments: int) -> Function:
 
 
 def _read(path: Path) -> bytes | None:
-    """The code in a file of the cache folder; None if it is not there, or not whole."""
+    """The code in a file of the cache folder; None if it is not there, not read, or not whole."""
     if not is_mine(path):
         return None
-    octets = path.read_bytes()
+    try:
+        octets = path.read_bytes()
+    except OSError:  # another process has removed it, or something else has its name
+        return None
     code, digest = octets[:-DIGEST_BYTES], octets[-DIGEST_BYTES:]
     return code if hashlib.sha256(code).digest() == digest else None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.compiled import require_compiled
 
-from runtime.core.errors import UsageError
+from runtime.core.errors import StorageError, UsageError
 from runtime.machine import compiling_process, machine_code
 from runtime.machine.machine_code import compile_all, function, lacking
 
@@ -101,6 +101,16 @@ def test_a_process_that_does_not_compile_is_said(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr("sys.executable", program)
         with pytest.raises(UsageError, match=rf"cannot compile \(.*{reason}"):
             compile_all([TABLE.format(first=1)])
+
+
+def test_something_else_in_place_of_code_is_named(own_cache: Path) -> None:
+    looked_up(text := TABLE.format(first=4), 0)
+    (kept,) = own_cache.iterdir()
+    kept.unlink()
+    kept.mkdir()
+    function.cache_clear()
+    with pytest.raises(StorageError, match=r"cannot write .*directory"):
+        function(text, 2)
 
 
 def test_a_status_that_the_system_does_not_keep_is_not_needed() -> None:
