@@ -289,6 +289,8 @@ def _config(entries: _Metadata) -> dict[str, Any]:
             del config[key]
     if family == "qwen3_5":
         config["linear_value_head_dim"] = config.pop(_INNER) // config["linear_num_value_heads"]
+        if (keys := config["linear_num_key_heads"]) < 1:
+            raise entries.refusal("ssm.group_count", keys, "it must be a positive integer")
     if family in _NORMED:
         config["norm_topk_prob"] = _NORMED[family]
     if family == "lfm2":  # says the heads of each layer, none for convolutions

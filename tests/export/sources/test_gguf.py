@@ -315,6 +315,18 @@ def test_the_number_of_blocks_that_are_left_out_takes_no_memory(tmp_path: Path) 
         assert read.config["num_hidden_layers"] == 4
 
 
+def test_a_damaged_number_of_heads_of_linear_attention_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0]["qwen35.ssm.group_count"]
+        writer.add_int32("qwen35.ssm.group_count", -1)
+
+    file_of(path, "qwen3_5", {}, add, rms_norm_eps=1e-6, linear_key_head_dim=16)
+    with pytest.raises(BundleError, match=r"qwen35\.ssm\.group_count = -1 is not supported"):
+        open_checkpoint(str(path))
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_experts_in_one_group_are_read(tmp_path: Path, groups: int) -> None:
     """As in published files of GLM 4.5 and dots1, of which llama.cpp then leaves the groups out."""
