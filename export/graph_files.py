@@ -11,7 +11,7 @@ import mlx.core as mx
 from export.cut.graphs import TracedFunction
 from export.cut.model import Cut, cut_model
 from export.cut.trace import serialize
-from export.sources.general import model_module
+from export.sources.model_classes import model_module
 from runtime.arrays.stored import Graph
 from runtime.bundle.checks import check_manifest
 from runtime.bundle.manifest import Manifest

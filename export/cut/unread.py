@@ -18,16 +18,9 @@ from export.cut.tape import Tape
 from export.cut.taps import Taps
 from export.cut.trace import trace
 from export.sources.families import OF_MLX_LM, build_model
-from export.sources.general import (
-    LOCAL_BASE,
-    arguments_of,
-    default_settings,
-    is_neutral_name,
-    is_own_default,
-    known_name,
-    settings_of,
-)
-from export.sources.settings import neutral_settings, used_settings
+from export.sources.general import LOCAL_BASE, default_settings, known_name, settings_of
+from export.sources.model_classes import arguments_of, is_own_default
+from export.sources.settings import is_neutral_name, neutral_settings, used_settings
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import BundleError
 

@@ -20,8 +20,9 @@ import numpy as np
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
 from export.sources.families import build_model, stored_numbers, transformers_config
-from export.sources.general import model_class, shifts
+from export.sources.model_classes import model_class
 from export.sources.safetensors_files import INDEX
+from export.sources.sanitize import shifts
 from export.sources.source import INSIDE, turned
 from export.stored import F32, FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG

@@ -10,7 +10,6 @@ from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
 
 from export.sources import gguf_gemma4
 from export.sources.families import completed_config, normalise_config
-from export.sources.general import is_neutral_name
 from export.sources.gguf_config import (
     BY_SIGMOID,
     FACTORS,
@@ -25,7 +24,7 @@ from export.sources.gguf_config import (
     read_config,
 )
 from export.sources.rope import ORIGINAL_LENGTH, longrope
-from export.sources.settings import neutral_settings
+from export.sources.settings import is_neutral_name, neutral_settings
 from export.sources.windows import FULL, SLIDING, layer_types, unlike_full
 from export.stored import F32
 from runtime.core.errors import UsageError

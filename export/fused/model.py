@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from export.sources.families import completed_config, expected_shapes
-from export.sources.general import model_module
+from export.sources.model_classes import model_module
 from export.sources.source import Checkpoint, check_tensors
 from export.stored import (
     F32,

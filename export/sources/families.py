@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
-from export.sources.general import (
+from export.sources.general import normalised, text_settings
+from export.sources.model_classes import (
     arguments_of,
     model_class,
     model_classes,
     model_module,
-    normalised,
-    sanitized,
     text_family,
-    text_settings,
 )
 from export.sources.rope import ORIGINAL_LENGTH, install, turn_part
+from export.sources.sanitize import sanitized
 from export.sources.windows import layer_types
 from runtime.bundle.positions import positions_of, short_length
 from runtime.core.errors import BundleError, UsageError

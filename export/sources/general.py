@@ -6,28 +6,16 @@ positions, of any year. What mlx-lm's class takes is then flat, under its own na
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import inspect
-import io
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
-from functools import cache
-from importlib import metadata
-from itertools import accumulate, pairwise
-from math import prod
-from pathlib import Path
-from types import ModuleType
+from dataclasses import fields
 from typing import Any
 
-import numpy as np
-
+from export.sources.model_classes import arguments_of, parameters_of
 from export.sources.rope import ORIGINAL_LENGTH, checked_scaling, with_fixed_base
-from export.sources.source import turned
 from export.sources.windows import FULL, SLIDING, pattern_of
-from runtime.adapters.origins import Origin
 from runtime.core.errors import BundleError
 
 # names that mlx-lm's classes have for the same setting, the first of which is transformers'
@@ -55,8 +43,6 @@ _SIZES = {
     *("num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim"),
 }
 _UNBOUNDED = "time_step_limit"  # of state spaces
-_FEW = 8  # columns of the arrays that stand for tensors where there are experts
-_MOST_PARTS = 4096  # of which a tensor is joined: not if every other row is taken
 # what is kept although mlx-lm's class may not take it
 _KEPT = (
     *("vocab_size", "max_position_embeddings", "pad_token_id"),
@@ -67,83 +53,12 @@ _OTHERWISE = {
     *("architectures", "dtype", "transformers_version", "rope_parameters", "rope_scaling"),
     *(*_BASES, *_TURNED),
 }
-# model types that mlx-lm has no class for, or one that leaves something out, or whose layers are
-# given too much -> our module
-OWN = {
-    "gemma2": "export.sources.gemma2",
-    "gemma4_text": "export.sources.gemma4",
-    "opt": "export.sources.opt",
-}
-# parts of names of mlx-lm's tensors -> transformers', where these are others in every checkpoint
-_ELSEWHERE = {
-    **dict.fromkeys(("gpt2", "gpt_bigcode"), (("model.", "transformer."),)),
-    "gpt_neox": (
-        *(("model.h.", "gpt_neox.layers."), ("model.embed_out", "embed_out")),
-        ("model.", "gpt_neox."),
-    ),
-}
-_TRANSPOSED = ("gpt2",)  # whose matrices in layers are (in, out) in transformers
 _NEEDED = inspect.Parameter.empty  # the default of an argument without one
 # arguments that classes of mlx-lm need and transformers has no setting for -> what it computes
 _ABSENT = {
     **{"rope_scaling": None, "sliding_window": None, "sliding_window_pattern": None},
     **{"attention_bias": False, "mlp_bias": False, "post_norm": False, "qk_norm": True},
 }
-
-
-def model_module(family: str, where: str = "config") -> ModuleType:
-    """The module of mlx-lm with a family's class. Raises BundleError where there is none."""
-    if not isinstance(family, str) or family not in module_names():
-        raise BundleError(
-            f"{where}: architecture {family!r:.40} is not supported: mlx-lm has no class for it"
-        )
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # on which some say what they miss
-            module = importlib.import_module(OWN.get(family, f"mlx_lm.models.{family}"))
-    except (ImportError, SystemExit) as e:  # some end the process where a package is missing
-        raise BundleError(
-            f"{where}: mlx-lm cannot load architecture {family!r:.40}: a package that it needs is "
-            f"missing ({e})"
-        ) from e
-    if not hasattr(module, "Model") or not hasattr(module, "ModelArgs"):
-        raise BundleError(f"{where}: architecture {family!r:.40} is not supported: it is no model")
-    return module
-
-
-def model_classes(family: str, where: str = "config") -> tuple[Any, Any]:
-    """mlx-lm's class of a family's language model, and that of its settings.
-
-    Where a module wraps a text model of its own, they are the text model's.
-    """
-    module = model_module(family, where)
-    wraps = "text_config" in inspect.signature(module.ModelArgs).parameters
-    if wraps and hasattr(module, "TextModel") and hasattr(module, "TextModelArgs"):
-        return module.TextModel, module.TextModelArgs
-    return module.Model, module.ModelArgs
-
-
-@cache
-def module_names() -> tuple[str, ...]:
-    """The names of all modules under mlx_lm.models, and of our own beside them."""
-    (folder,) = importlib.import_module("mlx_lm.models").__path__
-    return tuple(sorted({*(path.stem for path in Path(folder).glob("*.py")), *OWN}))
-
-
-def arguments_of(family: str) -> set[str]:
-    """The names of the settings that mlx-lm's class of a family takes."""
-    return set(_parameters(family))
-
-
-def is_own_default(family: str, key: str, value: Any) -> bool:
-    """Whether a class of mlx-lm takes this value for a setting that is left out."""
-    parameter = _parameters(family).get(key)
-    # a comma too many in dots1's class makes a tuple of one
-    return parameter is not None and parameter.default in (value, (value,))
-
-
-@cache
-def _parameters(family: str) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(model_classes(family)[1]).parameters
 
 
 def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
@@ -202,38 +117,6 @@ def text_settings(raw: dict[str, Any], where: str) -> dict[str, Any] | None:
         return {**text, "model_type": whole["model_type"]} if text else whole
     except (AttributeError, LookupError, TypeError, ValueError) as e:
         raise BundleError(f"{where}: its text_config cannot be understood: {e}") from e
-
-
-def text_family(outer: str, model_type: str | None) -> str:
-    """The module of mlx-lm with the class of a text model of a type inside of an `outer` one.
-
-    mlx-lm's class of the outer model says where it is, unless mlx-lm has one for the text's type.
-    It is the outer one itself where that has a text model of its own.
-    """
-    from mlx_lm.utils import MODEL_REMAPPING
-
-    names = module_names()
-    own = str(MODEL_REMAPPING.get(model_type, model_type))
-    if outer not in names:
-        return own if own in names else outer
-    held = vars(model_module(outer)).values()
-    imported = [
-        value.__name__.rpartition(".")[2]
-        for value in held
-        if isinstance(value, ModuleType) and hasattr(value, "ModelArgs")
-    ]
-    taken = {value.__module__.rpartition(".")[2] for value in held if isinstance(value, type)}
-    if not imported:
-        return own if own in taken else outer
-    return own if own in names else imported[0] if len(imported) == 1 else outer
-
-
-def model_class(model_type: str) -> str | None:
-    """The name of transformers' class of causal language models of a type, or None."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    name: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    return name
 
 
 def settings_of(raw: dict[str, Any], family: str, where: str) -> dict[str, Any]:
@@ -320,7 +203,7 @@ def known_name(key: str, known: Collection[str]) -> str:
 def _others_needed(family: str, config: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     """What mlx-lm's class needs and transformers has under another name, or no setting for."""
     heads, found = config.get("num_attention_heads"), {}
-    for name, parameter in _parameters(family).items():
+    for name, parameter in parameters_of(family).items():
         if name in config or (name != "num_key_value_heads" and parameter.default is not _NEEDED):
             continue
         same = next((names for names in _SAME if name in names), ())
@@ -345,23 +228,28 @@ def is_finite(value: Any) -> bool:
 
 def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     """Settings with those of rotary positions under the names that mlx-lm's class has for them."""
-    known = arguments_of(family)
     if full.get("layer_types"):
         full.pop("full_attn_idxs", None)  # of which transformers has made these
-    if "global_head_dim" in known:
+    if "global_head_dim" in arguments_of(family):
         full |= _of_gemma4(full, where)
+    _set_positions(full, family, where)
+    _set_layer_types(full, family, where)
+    return full
+
+
+def _set_positions(full: dict[str, Any], family: str, where: str) -> None:
+    """Say rotary positions as mlx-lm's class takes them."""
+    known, whole = arguments_of(family), parameters_of(family).get("rope_parameters")
     nested = full.get("rope_parameters") or {}
     scope = dict(full.get("rope_scaling") or {}) or _one_scope(nested, full, family, where)
     scope = with_fixed_base(scope, full)
     base_alone = {*nested} <= {"rope_theta", "rope_type"} and "rope_theta" in known
     by_type = any(isinstance(value, dict) for value in nested.values())
-    nests = "rope_parameters" in known and not by_type  # those of each type of layer stay apart
-    nests = nests and _parameters(family)["rope_parameters"].default is not None
+    # those of each type of layer stay apart
+    nests = whole is not None and whole.default is not None and not by_type
     beside = {"rope_theta", "rope_scaling"} <= known and not by_type and not nests
-    needed = "rope_parameters" in known and (
-        _parameters(family)["rope_parameters"].default is _NEEDED
-    )
-    if "rope_parameters" not in known or ((base_alone or beside) and not needed):
+    needed = whole is not None and whole.default is _NEEDED
+    if whole is None or ((base_alone or beside) and not needed):
         full.pop("rope_parameters", None)
     full.pop("rope_scaling", None)
     base = scope.pop("rope_theta", None) or full.get("rope_theta")
@@ -369,7 +257,7 @@ def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     for names, value in ((_BASES, base), (_TURNED, turned)):
         if value is not None:
             full[next((name for name in names if name in known), names[0])] = value
-    if "rope_parameters" in known:  # a class that takes them whole
+    if whole is not None:  # a class that takes them whole
         scope = {key: value for key, value in scope.items() if key not in _BESIDE_SCALING}
     scaling = checked_scaling(scope, full, where)
     if scaling and scaling["rope_type"] == "longrope":  # Phi 3's class reads the older name
@@ -380,22 +268,27 @@ def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     elif "rope_parameters" in full:  # where the class finds the same
         for key in {"rope_scaling", _BASES[0], _TURNED[0]} - known:
             full.pop(key, None)
+
+
+def _set_layer_types(full: dict[str, Any], family: str, where: str) -> None:
+    """Say which layers have a window, or no attention, as mlx-lm's class takes it."""
+    known = arguments_of(family)
     if words := _LAYER_NAMES.get(family):
         full["layer_types"] = [words.get(one, one) for one in full.get("layer_types") or []]
         full["position_embedding_type"] = full.get("position_embedding_type") or "nope"
     if SLIDING in (full.get("layer_types") or ()):
         _check_window(full.get("sliding_window"), where)
     full.pop("_sliding_window_pattern", None)  # transformers writes it beside what it reads
-    if "layer_types" not in known and "sliding_window_pattern" in known and full.get("layer_types"):
-        written = str(_parameters(family)["sliding_window_pattern"].annotation)
+    if "layer_types" in known:
+        return
+    if "sliding_window_pattern" in known and full.get("layer_types"):
+        written = str(parameters_of(family)["sliding_window_pattern"].annotation)
         types, letters = full.pop("layer_types"), "str" in written
         # beside layers with a window, those without have no positions
         has_none = letters and full.get("sliding_window") is None and {*types} == {FULL}
         full["sliding_window_pattern"] = None if has_none else pattern_of(types, letters, where)
-    alternates = "layer_types" not in known and "full_attention_interval" in known
-    if alternates and (types := full.pop("layer_types", None)):
+    if "full_attention_interval" in known and (types := full.pop("layer_types", None)):
         full["full_attention_interval"] = _interval_of(list(types), where)
-    return full
 
 
 def _of_gemma4(full: dict[str, Any], where: str) -> dict[str, Any]:
@@ -473,223 +366,3 @@ def _one_scope(
             f"where they are given by type of layer; delete it, or put it into {FULL}"
         )
     return scope
-
-
-@dataclass(frozen=True)
-class Made:
-    """A part of a tensor that mlx-lm makes: rows of a checkpoint's, or all of it transposed.
-
-    columns: of these rows, the first column and how many there are; None for all.
-    """
-
-    source: str
-    first: int
-    rows: int
-    transposed: bool = False
-    columns: tuple[int, int] | None = None
-
-
-def tensors_made(
-    model: Any, shapes: Mapping[str, tuple[int, ...]], where: str
-) -> dict[str, list[Made]]:
-    """The tensors that mlx-lm's `model` makes of a checkpoint's in `sanitize`, by their names.
-
-    Each is parts of the checkpoint's, one below the other; those of (N, R, C) are N * R rows.
-    `sanitize` is run on arrays that hold the numbers of their rows and columns, which take no
-    memory; where experts are stacked, the arrays have few columns. Raises BundleError where it does
-    anything else than to rename tensors, to split them, to join them by rows, to transpose them,
-    and to leave some out.
-    """
-    import mlx.core as mx
-
-    heights = [prod(shape[:-1]) if len(shape) > 1 else prod(shape) for shape in shapes.values()]
-    if not hasattr(model, "sanitize"):
-        return {name: [Made(name, 0, rows)] for name, rows in zip(shapes, heights, strict=True)}
-
-    if any(type(module).__name__ == "SwitchLinear" for _, module in model.named_modules()):
-        shapes = {
-            name: (*shape[:-1], min(_FEW, shape[-1])) if len(shape) > 1 else shape
-            for name, shape in shapes.items()
-        }
-    starts = dict(zip(shapes, accumulate(heights[:-1], initial=0), strict=True))
-
-    def of_rows(name: str, shape: tuple[int, ...], rows: int) -> Any:
-        numbers = mx.arange(rows) + starts[name]
-        return mx.broadcast_to(
-            numbers.reshape(shape if len(shape) < 2 else (*shape[:-1], 1)), shape
-        )
-
-    def of_columns(shape: tuple[int, ...]) -> Any:
-        return mx.broadcast_to(mx.arange(shape[-1]), shape) if len(shape) > 1 else mx.zeros(shape)
-
-    sized = zip(shapes.items(), heights, strict=True)
-    rows_in = {name: of_rows(name, shape, rows) for (name, shape), rows in sized}
-    columns_in = {name: of_columns(shape) for name, shape in shapes.items()}
-    names = {id(array): name for name, array in rows_in.items()}
-    rows_out, columns_out = (_sanitized(model, one, where) for one in (rows_in, columns_in))
-    made: dict[str, list[Made]] = {}
-    of_source = dict(zip(shapes, heights, strict=True))
-    for name, array in rows_out.items():
-        source = names.get(id(array))
-        if source is not None:
-            made[name] = [Made(source, 0, of_source[source])]
-            continue
-        made[name] = _parts_of(array, columns_out[name], shapes, starts)
-        if not made[name]:
-            raise BundleError(f"{where}: mlx-lm rearranges {name}, which is not supported")
-    return made
-
-
-def sanitized(model: Any, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What the class's `sanitize` makes of tensors. Raises BundleError if it does not take them."""
-    try:
-        made: dict[str, Any] = model.sanitize(dict(tensors))
-    except (LookupError, ValueError, TypeError, AttributeError) as e:
-        of_mlx_lm = type(model).__module__.startswith("mlx_lm.")
-        version = f" of mlx-lm {metadata.version('mlx-lm')}" if of_mlx_lm else ""
-        found = f"asks for {e.args[0]}" if isinstance(e, KeyError) else f"says {e!r:.200}"
-        raise BundleError(
-            f"{where}: {type(model).__module__}.{type(model).__name__}{version} cannot read these "
-            f"tensors: it {found}. A file of the checkpoint is missing or damaged, or it was saved "
-            "in a form that this version does not know: download it again, or install another "
-            "version of mlx-lm"
-        ) from e
-    return made
-
-
-def _sanitized(model: Any, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The same; Gemma 3's takes the head from the model, once."""
-    head = model.get("lm_head")
-    made = sanitized(model, tensors, where)
-    if head is not None:
-        model.lm_head = head
-    return made
-
-
-def whole_tensors(model: Any) -> dict[str, tuple[list[str], int | None]]:
-    """The checkpoint's tensors of which layers of our own class have parts, by name.
-
-    With the parts' names, and the axis along which they are parts; None where each is the whole.
-    """
-    found: dict[str, tuple[list[str], int | None]] = (
-        model.whole() if hasattr(model, "whole") else {}
-    )
-    return found
-
-
-def usual_origins(
-    family: str, model: Any, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, list[Origin]]:
-    """Where transformers has the tensors of a model, without those of the same name there.
-
-    For sources that have no tensors of transformers, which would show it. `shapes` are those of all
-    tensors of one of mlx-lm's models.
-    """
-    found = {}
-    for name, shape in shapes.items():
-        theirs = name
-        for old, new in _ELSEWHERE.get(family, ()):
-            theirs = theirs.replace(old, new)
-        if theirs != name:
-            transposed = family in _TRANSPOSED and len(shape) == 2 and ".h." in name
-            found[name] = [Origin(theirs, 0, shape[0], shape[0], transposed)]
-    for name, (parts, axis) in whole_tensors(model).items():
-        for at, part in enumerate(parts):
-            (height, *across), count = shapes[part], len(parts)
-            first, whole = (at * height, count * height) if axis == 0 else (0, height)
-            columns = (at * across[0], across[0], count * across[0]) if axis else None
-            found[part] = [Origin(name, first, height, whole, columns=columns)]
-    return found
-
-
-def shifts(model: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, float]:
-    """What `sanitize` adds to tensors of one axis, by name: Qwen 3.5's norms, to which it adds 1.
-
-    Raises BundleError where it does not understand tensors of these shapes.
-    """
-    import mlx.core as mx
-
-    if not hasattr(model, "sanitize"):
-        return {}
-
-    def made_of(value: float) -> dict[str, Any]:
-        one = mx.array(value)
-        return {name: mx.broadcast_to(one, shape) for name, shape in shapes.items()}
-
-    from_zeros, from_ones = (_sanitized(model, made_of(value), where) for value in (0.0, 1.0))
-    found = {}
-    for name, array in from_zeros.items():
-        if array.ndim == 1 and name in shapes:
-            added, other = (float(one[0].item()) for one in (array, from_ones[name]))
-            if other != added + 1:
-                raise BundleError(f"{where}: mlx-lm multiplies {name}, which is not supported")
-            if added:
-                found[name] = added
-    return found
-
-
-def _parts_of(
-    rows: Any, columns: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
-) -> list[Made]:
-    """The parts of tensors of which an array of numbers consists; none if it is not made so."""
-    if rows.ndim not in (2, 3):
-        return []
-    if rows.ndim == 3 and (filters := _filters(rows, shapes, starts)):
-        return filters
-    # of all matrices that are stacked, the first row
-    numbers, across = np.array(rows[..., 0]).reshape(-1), np.array(columns[..., 0, :]).reshape(-1)
-    if rows.ndim == 2 and rows[0, 0].item() != rows[0, -1].item():
-        return _transposed(rows, columns, shapes, starts)
-    width, sources = rows.shape[-1], [*starts]
-    owners = np.searchsorted([*starts.values()], numbers, side="right") - 1
-    breaks = np.flatnonzero((np.diff(numbers) != 1) | (np.diff(owners) != 0)) + 1
-    left = int(across[0])
-    if len(breaks) >= _MOST_PARTS or not (across.reshape(-1, width) - left == range(width)).all():
-        return []
-    parts = []
-    for first, last in pairwise([0, *breaks.tolist(), len(numbers)]):
-        source = sources[owners[first]]
-        shape = shapes[source]
-        chosen = None if shape[-1] == width else (left, width)
-        if len(shape) not in (2, 3) or (chosen and len(shape) != 2) or (left and not chosen):
-            return []
-        rows_of = int(numbers[first]) - starts[source], last - first
-        parts.append(Made(source, *rows_of, columns=chosen))
-    return parts
-
-
-def _filters(
-    rows: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
-) -> list[Made]:
-    """The filters whose numbers these are; their last two axes may change places if one is 1."""
-    source = next((n for n in starts if starts[n] == int(rows[0, 0, 0].item())), "")
-    numbers = np.array(rows.reshape(rows.shape[0], -1))
-    alike = turned(shapes.get(source, ())) == rows.shape and 1 in rows.shape[1:]
-    in_order = (numbers == starts.get(source, 0) + np.arange(len(numbers))[:, None]).all()
-    return [Made(source, 0, len(numbers))] if alike and in_order else []
-
-
-def _transposed(
-    rows: Any, columns: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
-) -> list[Made]:
-    """The whole matrix whose numbers these are, transposed; none if there is no such matrix."""
-    numbers, across = np.array(rows[0]), np.array(columns[:, 0])
-    source = max((name for name in starts if starts[name] <= numbers[0]), key=starts.__getitem__)
-    same = shapes[source] == (len(numbers), len(across))
-    in_order = np.array_equal(numbers, starts[source] + np.arange(len(numbers)))
-    if not (same and in_order and np.array_equal(across, np.arange(len(across)))):
-        return []
-    return [Made(source, 0, len(across), transposed=True)]
-
-
-# dropout, numbers of tokens, how training began, blocks that are refused where there are any, what
-# LFM2 repeats, and GPT-2's other heads; Qwen 3.5 always has its gate
-_NEUTRAL = re.compile(
-    "drop|_token_id$|_token_index$|_token_ids$|_init_scale$|^mamba_|^router_|^block_norm_eps$"
-    "|^attn_output_gate$|^summary_"
-)
-
-
-def is_neutral_name(key: str) -> bool:
-    """Whether a setting of any type, by its name, does not change what a model computes."""
-    return bool(_NEUTRAL.search(key))

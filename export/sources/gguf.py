@@ -20,7 +20,6 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from export.sources.families import build_model, normalise_config, parameter_shapes
-from export.sources.general import usual_origins
 from export.sources.gguf_blocks import TRANSCODINGS, Transcoding, transcode
 from export.sources.gguf_config import FURTHER, read_config, rope_tables
 from export.sources.gguf_file import GGUFFile, GGUFTensor
@@ -35,6 +34,7 @@ from export.sources.gguf_names import (
     tensor_names,
 )
 from export.sources.gguf_tokenizer import convert_tokenizer
+from export.sources.sanitize import usual_origins
 from export.sources.source import Checkpoint, check_tensors
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_GGUF, checked

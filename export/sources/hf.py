@@ -22,7 +22,7 @@ from export.sources.families import (
     parameter_shapes,
     text_config,
 )
-from export.sources.general import Made, completed, shifts, tensors_made
+from export.sources.general import completed
 from export.sources.gpt_oss import with_experts_apart
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
 from export.sources.safetensors_files import (
@@ -34,6 +34,7 @@ from export.sources.safetensors_files import (
     open_shards,
     read_json,
 )
+from export.sources.sanitize import Made, shifts, tensors_made
 from export.sources.settings import unknown_settings
 from export.sources.source import (
     INSIDE,

@@ -18,7 +18,7 @@ from export.sources.families import (
     normalise_config,
     parameter_shapes,
 )
-from export.sources.general import usual_origins, whole_tensors
+from export.sources.sanitize import usual_origins, whole_tensors
 from export.sources.source import Checkpoint
 from export.stored import F32
 from runtime.adapters.origins import RENAMED

@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from export.sources.families import text_config
-from export.sources.general import arguments_of, completed, is_neutral_name
+from export.sources.general import completed
+from export.sources.model_classes import arguments_of
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import BundleError
 
@@ -75,6 +76,13 @@ _COMPUTES = re.compile(
     "scal|multipl|softcap|rope|rotary|window|norm|bias|act|expert|clip|alibi|residual|attn|attention"
 )
 
+# dropout, numbers of tokens, how training began, blocks that are refused where there are any, what
+# LFM2 repeats, and GPT-2's other heads; Qwen 3.5 always has its gate
+_NEUTRAL_NAME = re.compile(
+    "drop|_token_id$|_token_index$|_token_ids$|_init_scale$|^mamba_|^router_|^block_norm_eps$"
+    "|^attn_output_gate$|^summary_"
+)
+
 
 def used_settings(family: str, model_type: str | None = None) -> set[str]:
     """The settings that a family's model is computed with.
@@ -89,6 +97,11 @@ def used_settings(family: str, model_type: str | None = None) -> set[str]:
 def neutral_settings() -> set[str]:
     """The settings that do not change what a model computes."""
     return {*" ".join(_NEUTRAL.values()).split()}
+
+
+def is_neutral_name(key: str) -> bool:
+    """Whether a setting of any type, by its name, does not change what a model computes."""
+    return bool(_NEUTRAL_NAME.search(key))
 
 
 def neutral_in_wrapper() -> set[str]:

@@ -20,7 +20,7 @@ from support.runs import adapter, here, killed_and_resumed, succeeds, summary_of
 from export.bundle import export_bundle
 from export.cut.stand_ins import activations_of
 from export.fused.checkpoint import write_checkpoint
-from export.sources.general import arguments_of
+from export.sources.model_classes import arguments_of
 from export.sources.verified import is_verified, tried_types
 from model_types.trial import made_elsewhere
 from runtime.bundle.store import Bundle

@@ -10,13 +10,8 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from export.cut.unread import another_value
 from export.sources.families import TEXT_TYPES, check_architecture, text_config
-from export.sources.general import (
-    arguments_of,
-    completed,
-    default_settings,
-    model_module,
-    module_names,
-)
+from export.sources.general import completed, default_settings
+from export.sources.model_classes import arguments_of, model_module, module_names
 from runtime.core.errors import BundleError
 
 Settings = dict[str, Any]

@@ -18,7 +18,7 @@ from export.bundle import export_bundle
 from export.cut.model import cut_model
 from export.cut.unread import refuse_unread
 from export.sources.families import normalise_config, text_config
-from export.sources.general import model_module
+from export.sources.model_classes import model_module
 from model_types.tiny import Settings, changes, family_of, tiny
 from runtime.core.errors import BundleError, UsageError
 

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 
 from export.sources.families import build_model
-from export.sources.general import model_module
+from export.sources.model_classes import model_module
 from export.sources.source import Checkpoint
 from harness.peers import in_memory
 from harness.peers.in_memory import dequantized as dequantized

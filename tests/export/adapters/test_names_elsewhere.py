@@ -29,7 +29,7 @@ from export.adapters.elsewhere import terms_elsewhere
 from export.bundle import export_bundle
 from export.fused.checkpoint import write_checkpoint
 from export.sources.families import transformers_config
-from export.sources.general import model_class
+from export.sources.model_classes import model_class
 from export.sources.random import PRESETS
 from export.sources.verified import is_verified, tried_types
 from runtime.adapters.origins import RENAMED, loaded_as

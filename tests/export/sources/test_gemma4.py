@@ -16,7 +16,7 @@ from support.bundles import Rng
 from export.cut.model import cut_model
 from export.sources import gemma4
 from export.sources.families import normalise_config
-from export.sources.general import whole_tensors
+from export.sources.sanitize import whole_tensors
 
 SIZES = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "vocab_size": 320},
