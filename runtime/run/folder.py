@@ -16,10 +16,8 @@ A save is written beside its place, flushed, and renamed; older ones are removed
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,12 +30,10 @@ from runtime.adapters.mlx_lm import CONFIG as ADAPTER_CONFIG
 from runtime.adapters.mlx_lm import WEIGHTS
 from runtime.config.base import read_values
 from runtime.core.documents import from_json
-from runtime.core.errors import BundleError, StorageError, UsageError
+from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import (
     flush_path,
     read_file,
-    reading_errors,
-    require_file,
     storage_errors,
     write_atomic,
 )
@@ -48,6 +44,7 @@ from runtime.machine.backend import arithmetic
 from runtime.methods.adapter_reader import AdapterFiles
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import TRAJECTORY, Method
+from runtime.run.lock import LOCK, RunLock
 from runtime.run.results import Evaluation, read_steps
 from runtime.run.team import WORKERS, Speeds
 from runtime.run.trackers import OF_TRACKERS
@@ -60,7 +57,6 @@ D = TypeVar("D")
 PLAN, METRICS, SUMMARY = "plan.json", "metrics.jsonl", "summary.json"
 EVALUATIONS, OTHER_EVALUATIONS = "evaluations.json", "also-evaluated.json"
 SPEEDS = "speeds.json"
-LOCK = ".lock"
 INITIAL = "initial"
 STATE_OF_METHOD = "method.bin"
 SAVED = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
@@ -79,10 +75,10 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = text_path(path)  # config.toml holds it
+        self.lock = RunLock(path)
         self.saves = Saves(path)
         self.checksums = Checksums(path)
         self.metrics, self.trajectory = Log(path / METRICS), Log(path / TRAJECTORY)
-        self._directory: int | None = None  # open while the run is locked
 
     @contextmanager
     def created(self) -> Iterator[None]:
@@ -136,66 +132,12 @@ class RunFolder:
         Raises:
             UsageError: another process is training it.
         """
-        with storage_errors(self.path / LOCK):
-            if (self.path / LOCK).exists():
-                require_file(self.path / LOCK)
-            file = (self.path / LOCK).open("a")
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UsageError(f"another process is training {self.path}") from None
-            # while it is open, no other folder gets its inode
-            self._directory = os.open(self.path, os.O_RDONLY)
+        with self.lock.held():
             try:
                 yield
             finally:
-                os.close(self._directory)
-                self._directory = None
                 for log in (self.metrics, self.trajectory):
                     log.close()
-
-    @contextmanager
-    def held_still(self) -> Iterator[bool]:
-        """Keep other processes from training the run; yields whether none is.
-
-        Nothing is written, so a run on a disk that is read-only counts as still.
-        """
-        if not (self.path / LOCK).exists():
-            yield True
-            return
-        with reading_errors(self.path / LOCK):
-            require_file(self.path / LOCK)
-            file = (self.path / LOCK).open("rb")
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the folder that was locked is still at its path."""
-        assert self._directory is not None, "the run is not locked"
-        try:
-            return os.path.samestat(os.fstat(self._directory), self.path.stat())
-        except OSError:
-            return False
-
-    def _check_there(self) -> None:
-        """Refuse to write at the run's path once its folder is not there.
-
-        Raises:
-            StorageError: it was moved or removed.
-        """
-        if self._directory is not None and not self.is_there:
-            raise StorageError(
-                f"{self.path} was moved or removed while it was trained; nothing more is written "
-                "there. If it was moved, go on from its last save with ondevice train --resume "
-                "and the place where it is now"
-            )
 
     def prepare_to_resume(self) -> None:
         """Remove files that a killed process has left half written.
@@ -213,7 +155,7 @@ class RunFolder:
 
     def write(self, name: str, data: bytes) -> None:
         """Replace one of the run's files, and record its checksum if resuming reads it."""
-        self._check_there()
+        self.lock.check_there()
         if name not in CHECKED:
             write_atomic(self.path / name, data)
             return
@@ -292,7 +234,7 @@ class RunFolder:
         if adapters is not None:
             method.settle()
             adapters.check_finite()
-        self._check_there()
+        self.lock.check_there()
         place = self.saves.place(step)
         if not place.exists():  # else it holds this state already
             self._write(place, step, adapters, method, evaluated)
@@ -305,7 +247,7 @@ class RunFolder:
         Raises:
             BundleError: the save is gone or altered.
         """
-        self._check_there()
+        self.lock.check_there()
         place = self.saves.place(step)
         if not place.exists():
             raise BundleError(

@@ -157,7 +157,7 @@ def _replay_weights(
     steps = len(updates) if best is None else best
     use_device(choose_device(config.device, bundle.manifest))
     own, reason = None, None
-    with folder.held_still() as still:
+    with folder.lock.held_to_read() as still:
         if saved is not None and step == steps:
             folder.check_save(saved)
             own, reason = _own_weights(folder, config, bundle, steps, still)

@@ -119,7 +119,7 @@ def train(config: TrainConfig, events: Events) -> TrainResult:
                     team.dismiss(problem)  # others may have files in the folder
                     folder.remove_scratch_of_workers()
                     # config.toml is the last file of a beginning
-                    if folder.is_there and not (folder.path / CONFIG).exists():
+                    if folder.lock.is_there and not (folder.path / CONFIG).exists():
                         remove_refused(folder, existed)
                     raise
 
