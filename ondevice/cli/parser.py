@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ondevice.cli.commands import COMMANDS, Command, CommandGroup
-from runtime.config.base import Group, add_arguments, usage
+from runtime.config.arguments import add_arguments, usage
+from runtime.config.base import Group
 from runtime.core.errors import UsageError
 from runtime.core.version import __version__
 

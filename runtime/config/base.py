@@ -1,15 +1,14 @@
 """Configurations: frozen dataclasses whose fields say what a command's options are.
 
 A field holds a type, a default, a help text, the values that are allowed and the group it is shown
-in. The command-line flags, the checks and the TOML format all follow from the fields, so a new
-option is one new field. Unknown keys are refused, and one UsageError reports everything that is
-wrong. The keys of a TOML file are the field names, without tables; paths in it are relative to the
-working directory.
+in. The command-line flags (`runtime.config.arguments`), the checks and the TOML format all follow
+from the fields, so a new option is one new field. Unknown keys are refused, and one UsageError
+reports everything that is wrong. The keys of a TOML file are the field names, without tables; paths
+in it are relative to the working directory.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from runtime.config.field_types import too_long, type_of, whole
 from runtime.core.documents import from_toml
 from runtime.core.errors import UsageError
 from runtime.core.files import read_file
@@ -185,7 +185,7 @@ def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
         values[key] = value
         if isinstance(value, str) and key in overrides:
             with suppress(ValueError):  # `_problems` reports it as a value of the wrong type
-                values[key] = _type_of(known[key]).from_text(value)
+                values[key] = type_of(known[key]).from_text(value)
     refuse(cls, problems + _problems(cls, values))
     return cls(**values)
 
@@ -198,72 +198,6 @@ def to_toml(config: Config) -> str:
     return "".join(lines).replace("\x7f", "\\u007f")
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser, cls: type[Config]
-) -> dict[Group, argparse._ArgumentGroup]:
-    """Give `parser` (made with `add_help=False`) a flag for each field of `cls`, in groups.
-
-    In each group what must be given comes first, then where the command writes. Every command also
-    gets `--config FILE`, `--json` and `--help`. Only what the user gave is set on the namespace
-    (see `given`). Nothing is checked here, so that `load` can report all problems
-    together. Returns the groups.
-    """
-    used = {setting.metadata["group"] for setting in fields(cls) if setting.name != cls.positional}
-    headings = [group for group in Group if group in used or group is Group.OTHER]
-    places = {group: parser.add_argument_group(group.value) for group in headings}
-    for setting in sorted(fields(cls), key=_place):
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(setting)}
-        place = places.get(setting.metadata["group"], parser)
-        flags = sorted((flag(setting.name), *setting.metadata["aliases"]), key=_is_long)
-        if setting.name == cls.positional:
-            nargs = "*" if str(setting.type).startswith("tuple") else "?"
-            parser.add_argument(setting.name, nargs=nargs, metavar=_metavar(setting), **options)
-        elif setting.type == "tuple[str, ...]":
-            metavar = _metavar(setting)
-            place.add_argument(
-                *flags, dest=setting.name, metavar=metavar, action="append", **options
-            )
-        elif setting.type in ("bool", "bool | None"):
-            place.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
-        else:
-            place.add_argument(*flags, dest=setting.name, metavar=_metavar(setting), **options)
-    other = places[Group.OTHER]
-    other.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="TOML file of options, named with _ for -; flags win over it",
-    )
-    other.add_argument("--json", action="store_true", help="print the result as JSON")
-    other.add_argument("-h", "--help", action="help", help="show this text and exit")
-    return places
-
-
-def _place(setting: Field[Any]) -> int:
-    """Where an option stands among those of its group: of lower numbers first."""
-    if setting.default is MISSING:
-        return 0
-    return 1 if setting.name == "output" else 2
-
-
-def usage(cls: type[Config]) -> str:
-    """The usage line of a command: its required arguments, and [options]."""
-    words: list[str] = []
-    for setting in fields(cls):
-        name = f"{flag(setting.name)} {_metavar(setting)}"
-        if setting.name == cls.positional:
-            words.insert(0, _metavar(setting))
-        elif setting.default is MISSING:
-            words.append(name)
-    return " ".join([*words, "[options]"])
-
-
-def given(namespace: argparse.Namespace, cls: type[Config]) -> dict[str, Any]:
-    """The fields of `cls` that the user gave on the command line: the overrides for `load`."""
-    names = {setting.name for setting in fields(cls)}
-    return {key: value for key, value in vars(namespace).items() if key in names}
-
-
 def refuse(cls: type[Config], problems: list[str]) -> None:
     """Raise one UsageError that lists `problems`, if there are any."""
     if problems:
@@ -273,94 +207,11 @@ def refuse(cls: type[Config], problems: list[str]) -> None:
         )
 
 
-class FieldType(NamedTuple):
-    """A type that fields can have."""
-
-    words: str
-    metavar: str
-    fits: Callable[[Any], bool]
-    from_text: Callable[[str], Any] = str
-
-
-def _too_long(value: Any) -> bool:
-    return isinstance(value, int) and not -(2**63) <= value < 2**63
-
-
-def _whole(value: Any) -> bool:  # TOML's integers have 64 bits
-    return isinstance(value, int) and not isinstance(value, bool) and not _too_long(value)
-
-
-def _number(value: Any) -> bool:
-    return _whole(value) or isinstance(value, float)
-
-
-_TYPES = {  # by annotation; `from __future__ import annotations` keeps annotations as text
-    "str": FieldType("text", "TEXT", lambda value: isinstance(value, str)),
-    "str | None": FieldType("text", "TEXT", lambda value: isinstance(value, str | None)),
-    "int": FieldType("a whole number", "N", _whole, int),
-    "int | None": FieldType(
-        "a whole number", "N", lambda value: value is None or _whole(value), int
-    ),
-    "float": FieldType("a number", "X", _number, float),
-    "float | None": FieldType(
-        "a number", "X", lambda value: value is None or _number(value), float
-    ),
-    "bool": FieldType("true or false", "", lambda value: isinstance(value, bool)),
-    "bool | None": FieldType("true or false", "", lambda value: isinstance(value, bool | None)),
-    "tuple[str, ...]": FieldType(
-        "a list of names",
-        "TEXT,TEXT,...",
-        lambda value: (
-            isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-        ),
-        lambda text: tuple(text.split(",")),
-    ),
-    "tuple[int, ...]": FieldType(
-        "a list of whole numbers",
-        "N,N,...",
-        lambda value: isinstance(value, list | tuple) and all(map(_whole, value)),
-        lambda text: tuple(map(int, text.split(","))),
-    ),
-}
-
-
-def _type_of(setting: Field[Any]) -> FieldType:
-    return _TYPES[str(setting.type)]
-
-
-def flag(name: str) -> str:
-    """An option's name on the command line."""
-    return "--" + name.replace("_", "-")
-
-
-def _is_long(flag: str) -> bool:
-    return flag.startswith("--")
-
-
-def _metavar(setting: Field[Any]) -> str:
-    return setting.metadata["metavar"] or _type_of(setting).metavar
-
-
 def _normal(setting: Field[Any], value: Any) -> Any:
     """A valid value, converted to the field's type."""
     if setting.type in ("float", "float | None") and value is not None:
         return float(value)
     return tuple(value) if isinstance(value, list) else value
-
-
-def _help(setting: Field[Any]) -> str:
-    text = str(setting.metadata["help"])
-    if setting.default is not MISSING and setting.default is not None:
-        text += f" (default: {_shown(setting.default)})"
-    return text.replace("%", "%%")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return ",".join(map(_shown, value)) if isinstance(value, tuple) else str(value)
 
 
 def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
@@ -370,12 +221,12 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
         value, check = values.get(setting.name, setting.default), setting.metadata["check"]
         if value is MISSING:
             problems.append(f"{setting.name} is missing ({setting.metadata['help']})")
-        elif not _type_of(setting).fits(value) and not (
+        elif not type_of(setting).fits(value) and not (
             _is_choice(setting) and isinstance(value, str)  # a name, which may mean one of them
         ):
-            meant = check.hint(str(value)) if check and _whole(value) else ""
-            wanted = _type_of(setting).words
-            if _too_long(value):
+            meant = check.hint(str(value)) if check and whole(value) else ""
+            wanted = type_of(setting).words
+            if too_long(value):
                 wanted = f"{wanted} of at most 64 bits, with its sign"
             problems.append(f"{setting.name} is {_shortened(value)}; it must be {wanted}{meant}")
         elif check and value is not None and not check.allows(value):

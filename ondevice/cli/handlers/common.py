@@ -7,7 +7,8 @@ import json
 from typing import TypeVar
 
 from ondevice.cli.screen import note, out
-from runtime.config.base import Config, given, load
+from runtime.config.arguments import given
+from runtime.config.base import Config, load
 from runtime.core.notes import warning
 
 C = TypeVar("C", bound=Config)

@@ -9,7 +9,7 @@ from harness.config.bench import BenchConfig, ReportConfig
 from harness.config.compare import CompareConfig
 from ondevice.cli.handlers.common import configuration, print_json
 from ondevice.cli.screen import note, out
-from runtime.config.base import given
+from runtime.config.arguments import given
 from runtime.core.errors import UsageError
 from runtime.parallel.launch import launched
 

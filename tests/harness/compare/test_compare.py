@@ -30,6 +30,7 @@ from harness.config.compare import CompareConfig, by_method, search_of
 from harness.measure import command, process
 from harness.measure.training import measure_training
 from harness.report.curve import levels, make_curve, read_curve
+from runtime.config import arguments
 from runtime.config import base as config
 from runtime.config.base import load
 from runtime.config.methods import METHODS
@@ -72,7 +73,7 @@ def test_settings_are_checked(tmp_path: Path, more: dict[str, Any], said: str) -
 
 def test_flags_and_files_hold_every_setting(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    config.add_arguments(parser, CompareConfig)
+    arguments.add_arguments(parser, CompareConfig)
     typed = [
         "b",
         "--data=d",
@@ -81,7 +82,9 @@ def test_flags_and_files_hold_every_setting(tmp_path: Path) -> None:
         "--learning-rates=mebp=2e-4",
         "--queries=2",
     ]
-    made = config.load(CompareConfig, None, config.given(parser.parse_args(typed), CompareConfig))
+    made = config.load(
+        CompareConfig, None, arguments.given(parser.parse_args(typed), CompareConfig)
+    )
     assert made.method_names == ("mebp", "mezo")
     assert made.searched("mebp") == {"learning_rate": (2e-4,)}  # it has no epsilon
     rates = search_of("mezo").values["learning_rate"]  # not named, so as they are by default

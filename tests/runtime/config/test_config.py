@@ -15,6 +15,7 @@ from support.runs import here, succeeds
 
 from export.config.export import ExportConfig
 from ondevice.cli.commands import COMMANDS
+from runtime.config import arguments
 from runtime.config import base as config
 from runtime.config.base import load, to_toml
 from runtime.config.methods import METHODS
@@ -210,8 +211,8 @@ def test_tuples_and_flags_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cls", ALL)
 def test_every_field_has_help_and_a_flag(cls: type[config.Config]) -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    config.add_arguments(parser, cls)
-    assert config.given(parser.parse_args([]), cls) == {}
+    arguments.add_arguments(parser, cls)
+    assert arguments.given(parser.parse_args([]), cls) == {}
     shown = parser.format_help()
     for one in fields(cls):
         assert one.metadata["help"]
@@ -226,11 +227,11 @@ def test_every_field_has_help_and_a_flag(cls: type[config.Config]) -> None:
 
 def test_flags_override_and_reach_the_configuration() -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    config.add_arguments(parser, ExportConfig)
+    arguments.add_arguments(parser, ExportConfig)
     typed = ["model", "--output=o", "--seq-lens=32,64", "--bits", "8", "--lora-alpha", "4"]
     namespace = parser.parse_args([*typed, "--force", "--json", "--config", "c.toml"])
     assert (namespace.config, namespace.json) == (Path("c.toml"), True)
-    overrides = config.given(namespace, ExportConfig)
+    overrides = arguments.given(namespace, ExportConfig)
     assert set(overrides) == {"source", "output", "seq_lens", "bits", "lora_alpha", "force"}
     made = load(ExportConfig, None, overrides)
     assert made == ExportConfig(
@@ -240,7 +241,7 @@ def test_flags_override_and_reach_the_configuration() -> None:
 
 def test_help_is_in_groups_in_their_order() -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    config.add_arguments(parser, TrainConfig)
+    arguments.add_arguments(parser, TrainConfig)
     text = parser.format_help()
     used = {one.metadata["group"] for one in fields(TrainConfig)} | {config.Group.OTHER}
     headings = [group for group in config.Group if group in used]
@@ -252,7 +253,7 @@ def test_help_is_in_groups_in_their_order() -> None:
     )
     assert at[evaluation] < text.rindex("  --stop-loss") < at[mezo] < text.rindex("  --epsilon")
     short = argparse.ArgumentParser(add_help=False)
-    config.add_arguments(short, ExportConfig)
+    arguments.add_arguments(short, ExportConfig)
     assert "zeroth-order" not in short.format_help()
 
 

@@ -1,0 +1,105 @@
+"""The flags and the help of a command, which follow from the fields of its configuration."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+from runtime.config.base import Config, Group
+from runtime.config.field_types import type_of
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, cls: type[Config]
+) -> dict[Group, argparse._ArgumentGroup]:
+    """Give `parser` (made with `add_help=False`) a flag for each field of `cls`, in groups.
+
+    In each group what must be given comes first, then where the command writes. Every command also
+    gets `--config FILE`, `--json` and `--help`. Only what the user gave is set on the namespace
+    (see `given`). Nothing is checked here, so that `load` can report all problems
+    together. Returns the groups.
+    """
+    used = {setting.metadata["group"] for setting in fields(cls) if setting.name != cls.positional}
+    headings = [group for group in Group if group in used or group is Group.OTHER]
+    places = {group: parser.add_argument_group(group.value) for group in headings}
+    for setting in sorted(fields(cls), key=_place):
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(setting)}
+        place = places.get(setting.metadata["group"], parser)
+        flags = sorted((flag(setting.name), *setting.metadata["aliases"]), key=_is_long)
+        if setting.name == cls.positional:
+            nargs = "*" if str(setting.type).startswith("tuple") else "?"
+            parser.add_argument(setting.name, nargs=nargs, metavar=_metavar(setting), **options)
+        elif setting.type == "tuple[str, ...]":
+            metavar = _metavar(setting)
+            place.add_argument(
+                *flags, dest=setting.name, metavar=metavar, action="append", **options
+            )
+        elif setting.type in ("bool", "bool | None"):
+            place.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
+        else:
+            place.add_argument(*flags, dest=setting.name, metavar=_metavar(setting), **options)
+    other = places[Group.OTHER]
+    other.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML file of options, named with _ for -; flags win over it",
+    )
+    other.add_argument("--json", action="store_true", help="print the result as JSON")
+    other.add_argument("-h", "--help", action="help", help="show this text and exit")
+    return places
+
+
+def usage(cls: type[Config]) -> str:
+    """The usage line of a command: its required arguments, and [options]."""
+    words: list[str] = []
+    for setting in fields(cls):
+        name = f"{flag(setting.name)} {_metavar(setting)}"
+        if setting.name == cls.positional:
+            words.insert(0, _metavar(setting))
+        elif setting.default is MISSING:
+            words.append(name)
+    return " ".join([*words, "[options]"])
+
+
+def given(namespace: argparse.Namespace, cls: type[Config]) -> dict[str, Any]:
+    """The fields of `cls` that the user gave on the command line: the overrides for `load`."""
+    names = {setting.name for setting in fields(cls)}
+    return {key: value for key, value in vars(namespace).items() if key in names}
+
+
+def _place(setting: Field[Any]) -> int:
+    """Where an option stands among those of its group: of lower numbers first."""
+    if setting.default is MISSING:
+        return 0
+    return 1 if setting.name == "output" else 2
+
+
+def flag(name: str) -> str:
+    """An option's name on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def _is_long(flag: str) -> bool:
+    return flag.startswith("--")
+
+
+def _metavar(setting: Field[Any]) -> str:
+    return setting.metadata["metavar"] or type_of(setting).metavar
+
+
+def _help(setting: Field[Any]) -> str:
+    text = str(setting.metadata["help"])
+    if setting.default is not MISSING and setting.default is not None:
+        text += f" (default: {_shown(setting.default)})"
+    return text.replace("%", "%%")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ",".join(map(_shown, value)) if isinstance(value, tuple) else str(value)
