@@ -38,9 +38,10 @@ from runtime.run.budget import (
     plan_of_first,
 )
 from runtime.run.lora import to_apply
+from runtime.run.processes import team_of
 from runtime.run.results import Evaluation, EvaluationResult, Events, LabelShare
 from runtime.run.session import Session, open_checked, open_session
-from runtime.run.team import ADAPTER, Team, adapter_files, team_of
+from runtime.run.team import ADAPTER, Team, adapter_files
 
 
 def summarize(losses: Sequence[StepLoss]) -> Evaluation:

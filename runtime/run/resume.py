@@ -25,6 +25,7 @@ from runtime.run.budget import (
     reason_to_replan,
     training,
 )
+from runtime.run.ending import ENDS, FURTHER
 from runtime.run.folder import (
     PLAN,
     RunFolder,
@@ -32,12 +33,13 @@ from runtime.run.folder import (
 )
 from runtime.run.lora import to_resume
 from runtime.run.opened import Opened, Progress, announce, machine_of_run, progress_of, weights_of
+from runtime.run.processes import team_of
 from runtime.run.results import Events, TrainResult
 from runtime.run.schedule import learning_rate, settled
 from runtime.run.session import open_checked, open_session
-from runtime.run.team import Team, team_of
+from runtime.run.team import Team
 from runtime.run.trackers import reporting
-from runtime.run.trainer import ENDS, FURTHER, Trainer
+from runtime.run.trainer import Trainer
 from runtime.run.worker import OF_A_WORKER, files_of, invite, join
 from runtime.storage.saves import CONFIG, State, another_run
 

@@ -32,10 +32,11 @@ from runtime.run.folder import (
 )
 from runtime.run.lora import to_train
 from runtime.run.opened import Opened, Progress, announce, machine_of_run, weights_of
+from runtime.run.processes import team_of
 from runtime.run.results import Events, TrainResult
 from runtime.run.schedule import settled
 from runtime.run.session import open_checked, open_session
-from runtime.run.team import Team, team_of
+from runtime.run.team import Team
 from runtime.run.traced_graphs import with_graphs
 from runtime.run.trackers import reporting
 from runtime.run.trainer import Trainer

@@ -27,6 +27,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method
 from runtime.parallel.workers import AGREE_STEPS
 from runtime.run.budget import passed_budget
+from runtime.run.ending import FOUND_BY_EVALUATION, ended
 from runtime.run.evaluate import evaluate_rows
 from runtime.run.folder import EVALUATIONS, OTHER_EVALUATIONS, SPEEDS, SUMMARY
 from runtime.run.opened import Opened, Progress
@@ -37,7 +38,6 @@ from runtime.run.results import (
     TrainResult,
     best_of,
     final_loss,
-    loss_of,
     no_better_since,
     read_steps,
 )
@@ -46,18 +46,6 @@ from runtime.storage.saves import SLOTS
 
 PACED = 4  # steps by which the workers' speeds are measured; the first does not count
 SKIPS = 10  # steps in a row without a finite loss that end a run
-ENDS = {  # why a run is over, by the value of `Trainer.ended`
-    "steps": "all its steps are done",
-    "seconds": "the time of --stop-seconds has passed",
-    "loss": "its held-out loss has reached --stop-loss",
-    "rise": "its held-out loss has risen beyond --stop-rise",
-    "patience": "its held-out loss was no better for as many evaluations as --patience says",
-}
-FURTHER = {  # the options by which a run that is over goes on
-    "steps": "--steps MORE (or --epochs MORE)",
-    "patience": "--patience MORE (and --steps MORE)",
-}
-FOUND_BY_EVALUATION = ("loss", "rise", "patience")
 
 
 class Trainer:
@@ -213,24 +201,7 @@ class Trainer:
     @property
     def ended(self) -> str:
         """Why the run is over, a key of ENDS; empty while it is not."""
-        config = self.config
-        if self.done >= config.all_steps:
-            return "steps"
-        if config.stop_seconds and self.seconds >= config.stop_seconds:
-            return "seconds"
-        latest = self.evaluations.get(str(self.done) if self.done else "before")
-        if config.stop_loss and latest is not None and loss_of(latest) <= config.stop_loss:
-            return "loss"
-        first = self.evaluations.get("before")
-        if config.stop_rise and latest and first:
-            now, before = loss_of(latest), loss_of(first)
-            risen = now == math.inf or now > config.stop_rise * before
-            if risen:
-                return "rise"
-        if config.patience and latest:
-            since = no_better_since(self.evaluations, self.done, config.min_delta)
-            return "patience" if since >= config.patience else ""
-        return ""
+        return ended(self.config, self.done, self.seconds, self.evaluations)
 
     def _evaluate_if_due(self) -> None:
         """Evaluate where `eval_every` says so, unless it was done before the run was resumed."""
