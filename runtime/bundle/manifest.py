@@ -19,7 +19,7 @@ from runtime.arrays.stored import Block, Extent, File, Graph, Matrix, Record
 from runtime.core.documents import is_deeper
 from runtime.core.errors import BundleError
 from runtime.core.stripes import Stripes
-from runtime.operations.base import Tables
+from runtime.operations.execution import Tables
 from runtime.operations.program import BlockType
 
 HURT_NATS = 0.25

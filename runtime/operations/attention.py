@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from runtime.arrays.stored import pages
-from runtime.operations.base import Call, Execution, Function, Operation, Scope, require
+from runtime.operations.base import Call, Function, Operation, Scope, require
+from runtime.operations.execution import Execution
 from runtime.operations.logits import check_cap
 from runtime.operations.values import CHUNK_TOKENS, F32, Shape, T, is_parameter, shape_at
 

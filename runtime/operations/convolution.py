@@ -11,7 +11,8 @@ from typing import ClassVar
 
 from runtime.arrays.stored import pages
 from runtime.operations.attention import slots_of
-from runtime.operations.base import Call, Execution, Function, Operation, Scope, require
+from runtime.operations.base import Call, Function, Operation, Scope, require
+from runtime.operations.execution import Execution
 from runtime.operations.values import Shape, is_parameter, shape_at
 
 MOST_WIDTH = 64  # of a filter: each token is multiplied so often

@@ -12,7 +12,8 @@ from itertools import product
 from typing import ClassVar, Literal
 
 from runtime.arrays.stored import Graph, pages
-from runtime.operations.base import Call, Execution, Function, Operation, Scope, require
+from runtime.operations.base import Call, Function, Operation, Scope, require
+from runtime.operations.execution import Execution
 from runtime.operations.gated import PARAMETERS, Gated
 from runtime.operations.values import (
     DECODED_TOKENS,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from runtime.arrays.stored import pages
-from runtime.operations.base import Call, Execution, Function, Operation, Scope, Tables, require
+from runtime.operations.base import Call, Function, Operation, Scope, require
+from runtime.operations.execution import Execution, Tables
 from runtime.operations.values import F32, Shape, T
 
 MOST_ROWS = 1 << 24  # whose numbers float32 has, every one

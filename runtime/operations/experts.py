@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 from runtime.arrays.stored import Matrix, pages
-from runtime.operations.base import Call, Execution, Function, Scope, read_bytes, require
+from runtime.operations.base import Call, Function, Scope, require
+from runtime.operations.execution import Execution, read_bytes
 from runtime.operations.gated import SCRATCH_BYTES
 from runtime.operations.sliced_mlp import MOST_TOKENS, tile_most
 from runtime.operations.values import F32, Shape, T

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from runtime.operations.base import Call, Execution, Function
+from runtime.operations.base import Call, Function
+from runtime.operations.execution import Execution
 
 CHUNK_VALUES = 32_768  # at once: with fewer the calls of NumPy cost the most
 SCRATCH_BYTES = 2 * CHUNK_VALUES * 4

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from runtime.arrays.stored import pages
-from runtime.operations.base import Call, Execution, Function, Operation, Scope, require
+from runtime.operations.base import Call, Function, Operation, Scope, require
+from runtime.operations.execution import Execution
 from runtime.operations.values import F32, Shape, T, shape_at
 
 CHUNK = 32  # tokens

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from runtime.arrays.stored import Matrix, pages
-from runtime.operations.base import Call, Execution, Scope, read_bytes, require
+from runtime.operations.base import Call, Scope, require
 from runtime.operations.embedding import check_vocabulary
+from runtime.operations.execution import Execution, read_bytes
 from runtime.operations.linear import split_bytes
 from runtime.operations.logits import Logits, bias_of, check_cap
 from runtime.operations.values import F32, Shape, T

@@ -16,7 +16,8 @@ from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Block, Matrix
 from runtime.arrays.values import Gradients, Loras, Values, move_of
 from runtime.arrays.weight_source import WeightSource
-from runtime.operations.base import Execution, Operation
+from runtime.operations.base import Operation
+from runtime.operations.execution import Execution
 from runtime.operations.program import Instruction, Program
 from runtime.operations.values import is_parameter
 

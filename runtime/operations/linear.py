@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from runtime.arrays.stored import Matrix, Record, pages
-from runtime.operations.base import Call, Execution, Operation, Scope, read_bytes, require
+from runtime.operations.base import Call, Operation, Scope, require
+from runtime.operations.execution import Execution, read_bytes
 from runtime.operations.values import F32, Shape, T
 
 MASK = 1  # bytes of a value's entry in a mask

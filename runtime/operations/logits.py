@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 from typing import ClassVar
 
-from runtime.operations.base import Call, Execution, Operation, require
+from runtime.operations.base import Call, Operation, require
+from runtime.operations.execution import Execution
 from runtime.operations.values import F32
 
 CHOICE_TILE = 16_384  # tokens whose weights a random choice computes at once, in float64

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from runtime.arrays.stored import Matrix
-from runtime.operations.base import Call, Execution, Function
+from runtime.operations.base import Call, Function
+from runtime.operations.execution import Execution
 from runtime.operations.gated import SCRATCH_BYTES, Gated
 from runtime.operations.linear import MASK, Linear, Product
 from runtime.operations.values import F32, is_parameter

@@ -15,7 +15,8 @@ from runtime.arrays.stored import ITEM_BYTES, Block, pages
 from runtime.bundle.manifest import Manifest, block_range
 from runtime.core.stripes import ARENAS
 from runtime.operations.attention import START_BYTES, STARTS
-from runtime.operations.base import Call, Operation, materialized_bytes, packed_bytes
+from runtime.operations.base import Call, Operation
+from runtime.operations.execution import materialized_bytes, packed_bytes
 from runtime.operations.program import Instruction, Program
 from runtime.operations.values import F32, bytes_at, gradient_of
 from runtime.plan.adapter_bytes import AdapterBytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from runtime.arrays.stored import Matrix
-from runtime.operations.base import Execution
+from runtime.operations.execution import Execution
 from runtime.plan.lower import LoweredBlock, LoweredModel
 
 OPERATION_S = 1 / 290e9  # of a product

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from runtime.arrays.stored import Block
 from runtime.bundle.manifest import Manifest
-from runtime.operations.base import Evaluation, Execution, Operation
+from runtime.operations.base import Operation
+from runtime.operations.execution import Evaluation, Execution
 from runtime.operations.experts import Experts
 from runtime.operations.program import Instruction, Program
 from runtime.operations.sliced_mlp import SlicedMlp

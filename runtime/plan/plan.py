@@ -18,7 +18,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.core.errors import BudgetError, UsageError
 from runtime.core.units import format_bytes
 from runtime.machine.machine import Machine
-from runtime.operations.base import Evaluation
+from runtime.operations.execution import Evaluation
 from runtime.operations.values import F32
 from runtime.plan.allocator import Held, held_by_allocator, with_kept
 from runtime.plan.block_peaks import BlockPeak, PeakModel

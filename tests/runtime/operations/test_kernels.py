@@ -24,7 +24,7 @@ from runtime.arrays.stored import Extent, Matrix
 from runtime.arrays.values import Lora
 from runtime.operations import convolution_kernel
 from runtime.operations.attention_kernel import AttentionBlocks
-from runtime.operations.base import materialized_bytes
+from runtime.operations.execution import materialized_bytes
 from runtime.operations.gated_delta import CHUNK, SEGMENT, states_kept
 from runtime.operations.gated_delta_kernel import DeltaRule
 from runtime.operations.head_kernel import HeadKernel

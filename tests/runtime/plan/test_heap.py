@@ -15,7 +15,7 @@ from support.plans import LINUX, MAC, PLENTY, peak_model_of, plan_of, predicted,
 from runtime.bundle.manifest import Manifest
 from runtime.machine.glibc import unused_bytes
 from runtime.machine.machine import Heap, Machine
-from runtime.operations.base import materialized_bytes
+from runtime.operations.execution import materialized_bytes
 from runtime.operations.values import F32
 from runtime.plan.allocator import heap_use
 from runtime.plan.lower import Sizes
