@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
@@ -43,23 +42,14 @@ from runtime.methods.protocol import Models, StepLoss, StepResult
 from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen, Sgd, Update
 from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losses, Point, by_query
 from runtime.methods.zeroth.log_header import Header
+from runtime.methods.zeroth.shared_points import Numbers, Place, of_fleet, of_grid
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.objective import Loss, Objective, chunks, grouped, score
 from runtime.parallel.workers import Workers
 from runtime.storage.activations import Activations
 
-if TYPE_CHECKING:
-    from runtime.parallel.fleet import Fleet
-
 LOST = 1.5  # times the loss of guessing: a model whose loss is above it has diverged
 MOST_UNMOVED = 10  # steps in a row in which no perturbation changes a loss, which end a run
-
-
-class Place(NamedTuple):
-    """A group of rows at one point: what the objective sees together."""
-
-    point: Point
-    group: int  # counted over the step
 
 
 class Pass(NamedTuple):
@@ -69,9 +59,6 @@ class Pass(NamedTuple):
     step: int
     rows: Sequence[Sample]
     lanes: Sequence[Lane]
-
-
-Numbers = dict[Place, list[float]]  # each row's summed cross entropy, and the objective's summand
 
 
 @dataclass
@@ -123,15 +110,12 @@ class ZerothOrder:
         def compute(places: Sequence[Place]) -> Numbers:
             return self._computed(going, places)
 
-        if self.workers.fleet is None or self._only:
-            of_workers = [
-                [Place(points[at], group) for at in portion.points for group in portion.groups]
-                for portion in self.workers.portions(len(groups), len(points))
-            ]
-            numbers = compute(of_workers[self.workers.exchange.rank])
-            numbers = self._gathered(numbers, of_workers, lengths)
+        fleet = self.workers.fleet
+        if fleet is None or self._only:
+            numbers = of_grid(self.workers, points, lengths, compute)
         else:
-            numbers = self._collected(self.workers.fleet, going, lengths, compute)
+            places = [*self._groups(going.lanes)]
+            numbers = of_fleet(fleet, going.step, places, lengths, compute)
         count = sum(map(self.objective.count, groups))
         means: dict[Point, float] = {}
         for point in points:
@@ -152,23 +136,6 @@ class ZerothOrder:
         self.workers.passes += len(own)
         return self._visit(going._replace(lanes=own))
 
-    def _collected(
-        self,
-        fleet: Fleet,
-        going: Pass,
-        lengths: Sequence[int],
-        compute: Callable[[Sequence[Place]], Numbers],
-    ) -> Numbers:
-        """The numbers at all places, of which workers that come and go have computed some."""
-        places = [*self._groups(going.lanes)]
-
-        def of(items: Sequence[int]) -> list[list[float]]:
-            numbers = compute([places[item] for item in items])
-            return [numbers[places[item]] for item in items]
-
-        numbers = fleet.share(going.step, [lengths[place.group] for place in places], of)
-        return dict(zip(places, numbers, strict=True))
-
     def part(self, number: int, parts: Sequence[Sequence[Sample]], items: range) -> list[float]:
         """Some of the numbers of a step whose other ones other workers compute.
 
@@ -186,20 +153,6 @@ class ZerothOrder:
             self.descent.remember(update)
             self._pending = True
             self.settle()
-
-    def _gathered(
-        self, own: Numbers, of_workers: Sequence[Sequence[Place]], lengths: Sequence[int]
-    ) -> Numbers:
-        """The numbers of all workers; `lengths` are how many a group has at a point."""
-        exchange = self.workers.exchange
-        counts = [sum(lengths[place.group] for place in places) for places in of_workers]
-        sent = [number for place in of_workers[exchange.rank] for number in own[place]]
-        received = iter(exchange.gather(sent, counts))
-        return {
-            place: [*islice(received, lengths[place.group])]
-            for places in of_workers
-            for place in places
-        }
 
     def _visit(self, going: Pass) -> Numbers:
         """See `_losses`; every block is visited once, so the pending update is applied to all."""
