@@ -7,17 +7,19 @@ chosen experts, several times as large as the hidden state, need not exist for t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu_oai
 
 from export.cut.properties import computes
-from export.cut.tape import ExpertsCall
-from export.cut.taps import Taps
+from export.cut.tape import ExpertsCall, Tap
 from runtime.core.errors import BundleError
 from runtime.operations.experts import Activation
+
+if TYPE_CHECKING:
+    from export.cut.taps import Taps
 
 _TRIAL = (1, 8, 32)  # the shape that an activation is tried at
 _GATES: dict[Activation, Callable[[mx.array, mx.array], mx.array]] = {
@@ -27,7 +29,7 @@ _GATES: dict[Activation, Callable[[mx.array, mx.array], mx.array]] = {
 }
 
 
-class ExpertsTap:
+class ExpertsTap(Tap):
     """Stands in for a `SwitchGLU`."""
 
     def __init__(self, taps: Taps, name: str, experts: nn.Module) -> None:
@@ -48,11 +50,6 @@ class ExpertsTap:
         call = ExpertsCall(self.name, tuple(inputs), output, *how)
         y = tape.record(call)
         return y if x.ndim == y.ndim else y.squeeze(0)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"{self.__dict__.get('name')} is used otherwise than by a call ({name})"
-        )
 
 
 class _Results:

@@ -81,6 +81,15 @@ class ExpertsCall(Call):
     biased: bool
 
 
+class Tap:
+    """Stands in for a module that the model calls, and does nothing else with."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{self.__dict__.get('name')} is used otherwise than by a call ({name})"
+        )
+
+
 class Tape:
     """The calls of one run, in order. Taps return `outputs`; without them, zeros or random values.
 

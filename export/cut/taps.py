@@ -16,7 +16,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchGLU
 
+from export.cut.experts import ExpertsTap
 from export.cut.stand_ins import replaced, stand_ins
 from export.cut.tape import (
     MASK,
@@ -24,6 +26,7 @@ from export.cut.tape import (
     EmbeddingCall,
     LayerCall,
     LinearCall,
+    Tap,
     Tape,
 )
 from runtime.core.errors import BundleError
@@ -51,16 +54,7 @@ def _integers(value: Any) -> Iterator[int]:
             yield from _integers(inner)
 
 
-class _Tap:
-    """Stands in for a module with a matrix."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"{self.__dict__.get('name')} is used otherwise than by a call ({name})"
-        )
-
-
-class _LinearTap(_Tap):
+class _LinearTap(Tap):
     """Stands in for a linear layer."""
 
     def __init__(self, taps: Taps, name: str, linear: nn.Linear) -> None:
@@ -76,7 +70,7 @@ class _LinearTap(_Tap):
         return y if x.ndim == y.ndim else y.squeeze(0)
 
 
-class _EmbeddingTap(_Tap):
+class _EmbeddingTap(Tap):
     """Stands in for an embedding, which a tied model also uses as its head."""
 
     def __init__(self, taps: Taps, name: str, embedding: nn.Embedding) -> None:
@@ -110,7 +104,7 @@ class _EmbeddingTap(_Tap):
         return tape.record(LinearCall(self.name, (x,), output, bias=False))
 
 
-class _ConvolutionTap(_Tap):
+class _ConvolutionTap(Tap):
     """Stands in for a convolution whose input the model pads with zeros before the first token."""
 
     def __init__(self, taps: Taps, name: str, convolution: nn.Conv1d) -> None:
@@ -292,10 +286,6 @@ class Taps:
         self._tap(model)
 
     def _tap(self, root: nn.Module) -> None:
-        from mlx_lm.models.switch_layers import SwitchGLU
-
-        from export.cut.experts import ExpertsTap  # which is built on these taps
-
         makers = {
             nn.Linear: _LinearTap,
             nn.Embedding: _EmbeddingTap,

@@ -134,23 +134,15 @@ def _place(module: str) -> tuple[int | None, str]:
 
 
 def _rank(module: str, shapes: Mapping[str, Shape]) -> int:
-    if f"{module}.{KEYS}" in shapes:
-        return _prefix_rows(module, shapes)
-    a, b = shapes.get(f"{module}.{A}"), shapes.get(f"{module}.{B}")
-    if a is None or b is None:
+    """Of A (C, r) and B (r, D) the rank, of keys (P, C) and values (P, D) of a prefix its rows."""
+    is_prefix = f"{module}.{KEYS}" in shapes
+    parts, shared = ((KEYS, VALUES), 0) if is_prefix else ((A, B), 1)
+    first, second = (shapes.get(f"{module}.{part}") for part in parts)
+    if first is None or second is None:
         raise ValueError(f"{module} has only one of its two tensors")
-    if len(a) != 2 or len(b) != 2 or a[1] != b[0]:
-        raise ValueError(f"the two tensors of {module} do not fit each other: {a} and {b}")
-    return a[1]
-
-
-def _prefix_rows(module: str, shapes: Mapping[str, Shape]) -> int:
-    keys, values = shapes[f"{module}.{KEYS}"], shapes.get(f"{module}.{VALUES}")
-    if values is None:
-        raise ValueError(f"{module} has only one of its two tensors")
-    if len(keys) != 2 or len(values) != 2 or keys[0] != values[0]:
-        raise ValueError(f"the two tensors of {module} do not fit each other: {keys} and {values}")
-    return keys[0]
+    if len(first) != 2 or len(second) != 2 or first[shared] != second[0]:
+        raise ValueError(f"the two tensors of {module} do not fit each other: {first} and {second}")
+    return second[0]
 
 
 def _listed(paths: Collection[str]) -> str:

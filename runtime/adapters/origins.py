@@ -109,25 +109,29 @@ def origins_in(provenance: Mapping[str, Any], what: str) -> Origins:
     import msgspec  # random weights, which PyTorch trains too, need only `Origin`
 
     entry, where = provenance.get(RENAMED, {}), provenance.get("name")
+
+    def damaged(problem: object) -> BundleError:
+        return BundleError(f"{where}: its list of tensors is damaged: {problem}")
+
     try:
         origins = msgspec.convert(entry, dict[str, tuple[Origin, ...]])
     except msgspec.ValidationError as problem:
-        raise BundleError(f"{where}: its list of tensors is damaged: {problem}") from None
+        raise damaged(problem) from None
     for part in (part for parts in origins.values() for part in parts):
         if not 1 <= part.times <= _MOST:
-            raise BundleError(f"{where}: its list of tensors is damaged: {part}")
+            raise damaged(part)
     origins = {name: tuple(one for p in parts for one in p.each) for name, parts in origins.items()}
     whole: dict[str, set[Origin]] = {}
     for name, parts in origins.items():
         if not parts:
-            raise BundleError(f"{where}: its list of tensors is damaged: {name} is from nowhere")
+            raise damaged(f"{name} is from nowhere")
         for part in parts:
             whole.setdefault(part.name, set()).add(part)
     for name, pieces in whole.items():  # each once: layers may have the same tensor
         try:
             complete = _is_tiled(pieces)
         except ValueError as problem:
-            raise BundleError(f"{where}: its list of tensors is damaged: {problem}") from None
+            raise damaged(problem) from None
         if not complete:
             raise UsageError(f"{what}: of {where}'s {name} mlx-lm has not all rows")
     return origins

@@ -29,11 +29,6 @@ _STORED = re.compile(
     r"(?:(?P<part>[AB])(?:\.default)?\.weight|embedding_(?P<row>[AB])(?:\.default)?)"
 )
 _KIND = re.compile(r"\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)\b")
-_OTHER_TENSORS = {
-    "lora_magnitude_vector": "DoRA, which also trains the lengths of rows",
-    "lora_B.bias": "adapters with a bias",
-    "modules_to_save": "whole modules that were trained beside the adapters",
-}
 _LIST = re.compile(r"(?:.*?\.)?([^.]+)\.\d+\..*")  # the name of the list of layers
 _INSIDE = "model.language_model."  # where transformers has the language model of one that also sees
 
@@ -57,6 +52,11 @@ _MEANING = {
     "trainable_token_indices": "trained embeddings of tokens",
     "alora_invocation_tokens": "adapters that only some tokens switch on (aLoRA)",
     "use_qalora": "QALoRA, which averages the adapters' input in groups",
+}
+_OTHER_TENSORS = {
+    "lora_magnitude_vector": _MEANING["use_dora"],
+    "lora_B.bias": _MEANING["lora_bias"],
+    "modules_to_save": _MEANING["modules_to_save"],
 }
 # initializations that leave the base model as it is; others subtract from its weights
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
