@@ -149,8 +149,3 @@ def test_a_tied_model_is_sanitized_more_than_once() -> None:
     for _ in range(2):
         assert not shifts(model, shapes, "x")
         assert tensors_made(model, shapes, "x").keys() == shapes.keys()
-
-
-def test_what_sanitize_misses_is_named() -> None:
-    with pytest.raises(BundleError, match="other"):
-        tensors_made(Model(lambda weights: {"x": weights["other.weight"]}), SHAPES, "x")
