@@ -7,8 +7,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from runtime.config.base import Config, Group
-from runtime.config.field_types import type_of
+from runtime.config.base import Config, Group, type_of
 
 
 def add_arguments(

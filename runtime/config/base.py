@@ -19,7 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from runtime.config.field_types import too_long, type_of, whole
 from runtime.core.documents import from_toml
 from runtime.core.errors import UsageError
 from runtime.core.files import read_file
@@ -207,6 +206,61 @@ def refuse(cls: type[Config], problems: list[str]) -> None:
         )
 
 
+class FieldType(NamedTuple):
+    """A type that fields can have."""
+
+    words: str
+    metavar: str
+    fits: Callable[[Any], bool]
+    from_text: Callable[[str], Any] = str
+
+
+def _too_long(value: Any) -> bool:
+    """Whether a whole number has more than the 64 bits of TOML's."""
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
+
+
+def _whole(value: Any) -> bool:
+    """Whether it is a whole number, as TOML can hold it."""
+    return isinstance(value, int) and not isinstance(value, bool) and not _too_long(value)
+
+
+def _number(value: Any) -> bool:
+    return _whole(value) or isinstance(value, float)
+
+
+# by annotation without None; `from __future__ import annotations` keeps annotations as text
+_TYPES = {
+    "str": FieldType("text", "TEXT", lambda value: isinstance(value, str)),
+    "int": FieldType("a whole number", "N", _whole, int),
+    "float": FieldType("a number", "X", _number, float),
+    "bool": FieldType("true or false", "", lambda value: isinstance(value, bool)),
+    "tuple[str, ...]": FieldType(
+        "a list of names",
+        "TEXT,TEXT,...",
+        lambda value: (
+            isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        ),
+        lambda text: tuple(text.split(",")),
+    ),
+    "tuple[int, ...]": FieldType(
+        "a list of whole numbers",
+        "N,N,...",
+        lambda value: isinstance(value, list | tuple) and all(map(_whole, value)),
+        lambda text: tuple(map(int, text.split(","))),
+    ),
+}
+
+
+def type_of(setting: Field[Any]) -> FieldType:
+    """The type of a configuration's field."""
+    name = str(setting.type)
+    kind = _TYPES[name.removesuffix(" | None")]
+    if not name.endswith(" | None"):
+        return kind
+    return kind._replace(fits=lambda value: value is None or kind.fits(value))
+
+
 def _normal(setting: Field[Any], value: Any) -> Any:
     """A valid value, converted to the field's type."""
     if setting.type in ("float", "float | None") and value is not None:
@@ -224,9 +278,9 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
         elif not type_of(setting).fits(value) and not (
             _is_choice(setting) and isinstance(value, str)  # a name, which may mean one of them
         ):
-            meant = check.hint(str(value)) if check and whole(value) else ""
+            meant = check.hint(str(value)) if check and _whole(value) else ""
             wanted = type_of(setting).words
-            if too_long(value):
+            if _too_long(value):
                 wanted = f"{wanted} of at most 64 bits, with its sign"
             problems.append(f"{setting.name} is {_shortened(value)}; it must be {wanted}{meant}")
         elif check and value is not None and not check.allows(value):
