@@ -57,10 +57,12 @@ _SIZES = {
 _UNBOUNDED = "time_step_limit"  # of state spaces
 _FEW = 8  # columns of the arrays that stand for tensors where there are experts
 _MOST_PARTS = 4096  # of which a tensor is joined: not if every other row is taken
+# the names that transformers has for the setting of the activation
+ACTIVATION = ("hidden_act", "hidden_activation", "activation_function")
 # what is kept although mlx-lm's class may not take it
 _KEPT = (
-    *("vocab_size", "max_position_embeddings", "pad_token_id"),
-    *("hidden_act", "hidden_activation", "activation_function", "rms_norm_eps"),
+    *("vocab_size", "max_position_embeddings", "pad_token_id", "rms_norm_eps"),
+    *ACTIVATION,
 )
 # what is of the file, or is kept under another name
 _OTHERWISE = {
