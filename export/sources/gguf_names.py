@@ -44,7 +44,7 @@ _TURNED = ("llama", "mixtral", "granite", "granitemoehybrid", "granitemoe", "smo
 # parts of mlx-lm's names, and those that the library knows
 _RENAMED = (
     *((".block_sparse_moe.switch_mlp.", ".mlp.experts."), (".switch_mlp.", ".experts.")),
-    *((f".block_sparse_moe.router.{end}", ".block_sparse_moe.gate.") for end in ("layer.", "")),
+    (".block_sparse_moe.router.layer.", ".block_sparse_moe.gate."),
     ("model.h.", "transformer.h."),
 )
 _PREFIXES = {"gpt_neox": (("model.h.", "gpt_neox.layers."), ("model.", "gpt_neox."))}
