@@ -84,6 +84,13 @@ _ELSEWHERE = {
         ("model.", "gpt_neox."),
     ),
 }
+# parts of names that are one below the other in one of transformers' tensors, with its name
+_JOINED = {
+    "granitemoehybrid": (
+        ((".mlp.gate_proj.", ".mlp.up_proj."), ".shared_mlp.input_linear."),
+        ((".mlp.down_proj.",), ".shared_mlp.output_linear."),
+    ),
+}
 _TRANSPOSED = ("gpt2",)  # whose matrices in layers are (in, out) in transformers
 _NEEDED = inspect.Parameter.empty  # the default of an argument without one
 # arguments that classes of mlx-lm need and transformers has no setting for -> what it computes
@@ -595,6 +602,12 @@ def usual_origins(
         if theirs != name:
             transposed = family in _TRANSPOSED and len(shape) == 2 and ".h." in name
             found[name] = [Origin(theirs, 0, shape[0], shape[0], transposed)]
+        for halves, joined in _JOINED.get(family, ()):
+            for at, half in enumerate(halves):
+                if half in name:
+                    height = len(halves) * shape[0]
+                    theirs = name.replace(half, joined)
+                    found[name] = [Origin(theirs, at * shape[0], shape[0], height)]
     for name, (parts, axis) in whole_tensors(model).items():
         for at, part in enumerate(parts):
             (height, *across), count = shapes[part], len(parts)

@@ -131,6 +131,11 @@ def test_a_class_that_misses_a_tensor_is_named_with_it_and_a_way_out() -> None:
             "model.h.1.attention.query_key_value.weight",
             Origin("gpt_neox.layers.1.attention.query_key_value.weight", 0, 192, 192),
         ),
+        (
+            "granitemoehybrid",
+            "model.layers.2.mlp.up_proj.weight",
+            Origin("model.layers.2.shared_mlp.input_linear.weight", 96, 96, 192),
+        ),
         ("gpt_neox", "model.embed_out.weight", Origin("embed_out.weight", 0, 320, 320)),
         (
             "gpt2",
