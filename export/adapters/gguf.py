@@ -14,7 +14,13 @@ from gguf import GGUFType, GGUFWriter, Keys, LlamaFileType
 
 from export.adapters.adapter import Adapter, base_model
 from export.sources.gguf_file import is_adapter
-from export.sources.gguf_names import Index, architecture_of, place_of, tensor_names
+from export.sources.gguf_names import (
+    Index,
+    architecture_beside,
+    architecture_of,
+    place_of,
+    tensor_names,
+)
 from export.stored import F32
 from runtime.adapters.names import A, B
 from runtime.core.errors import UsageError
@@ -50,7 +56,8 @@ def write_gguf(adapter: Adapter, output: Path, force: bool, base: str | None) ->
 
 def _write(adapter: Adapter, path: Path, base: str) -> None:
     lora = adapter.manifest.lora
-    file = GGUFWriter(path, architecture_of(adapter.manifest.family))
+    family, provenance = adapter.manifest.family, adapter.manifest.provenance
+    file = GGUFWriter(path, architecture_beside(family, provenance))
     file.add_type(GGUFType.ADAPTER)
     file.add_file_type(LlamaFileType.ALL_F32)
     file.add_string(Keys.Adapter.TYPE, "lora")
