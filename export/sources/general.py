@@ -76,9 +76,19 @@ OWN = {
     "gemma4_text": "export.sources.gemma4",
     "opt": "export.sources.opt",
 }
+# transformers' names of tensors -> mlx-lm's, where its class has no `sanitize` that renames them
+NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    "gpt2": (("transformer.", ""),),
+    "nanochat": (
+        *(("model.embed_tokens.", "transformer.wte."), ("model.layers.", "transformer.h.")),
+        *((f".self_attn.{one}_proj.", f".attn.c_{one}.") for one in "qkv"),
+        *((".self_attn.o_proj.", ".attn.c_proj."), (".fc1.", ".c_fc."), (".fc2.", ".c_proj.")),
+    ),
+}
 # parts of names of mlx-lm's tensors -> transformers', where these are others in every checkpoint
 _ELSEWHERE = {
-    **dict.fromkeys(("gpt2", "gpt_bigcode"), (("model.", "transformer."),)),
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), (("model.", "transformer."),)),
+    "nanochat": tuple((ours, theirs) for theirs, ours in NAMES["nanochat"]),
     "gpt_neox": (
         *(("model.h.", "gpt_neox.layers."), ("model.embed_out", "embed_out")),
         ("model.", "gpt_neox."),

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from export.sources.families import (
-    NAMES,
     build_model,
     check_architecture,
     expected_shapes,
@@ -22,7 +21,7 @@ from export.sources.families import (
     parameter_shapes,
     text_config,
 )
-from export.sources.general import ACTIVATION, Made, completed, shifts, tensors_made
+from export.sources.general import ACTIVATION, NAMES, Made, completed, shifts, tensors_made
 from export.sources.gpt_oss import with_experts_apart
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
 from export.sources.safetensors_files import (
