@@ -13,9 +13,15 @@ import numpy as np
 from gguf import GGUFType, GGUFWriter, Keys, LlamaFileType
 
 from export.adapters.adapter import Adapter, base_model
-from export.adapters.elsewhere import terms_elsewhere
 from export.sources.gguf_file import is_adapter
-from export.sources.gguf_names import architecture_of, place_of, tensor_names
+from export.sources.gguf_names import (
+    Index,
+    architecture_beside,
+    architecture_of,
+    place_of,
+    tensor_names,
+)
+from export.stored import F32
 from runtime.adapters.names import A, B
 from runtime.core.errors import UsageError
 from runtime.core.files import flush_path, storage_errors
@@ -50,7 +56,8 @@ def write_gguf(adapter: Adapter, output: Path, force: bool, base: str | None) ->
 
 def _write(adapter: Adapter, path: Path, base: str) -> None:
     lora = adapter.manifest.lora
-    file = GGUFWriter(path, architecture_of(adapter.manifest.family))
+    family, provenance = adapter.manifest.family, adapter.manifest.provenance
+    file = GGUFWriter(path, architecture_beside(family, provenance))
     file.add_type(GGUFType.ADAPTER)
     file.add_file_type(LlamaFileType.ALL_F32)
     file.add_string(Keys.Adapter.TYPE, "lora")
@@ -74,20 +81,30 @@ def _add_tensors(file: GGUFWriter, adapter: Adapter) -> None:
             "which multiplies by the same matrix, and has it in the wrong shape there; ondevice "
             "fuse --format gguf adds it to the weights"
         )
-    for module, term in terms_elsewhere(adapter, "--to gguf").items():
+    pieces: dict[str, list[tuple[F32, F32]]] = {}  # by the file's name: A (in, r) and B (r, out)
+    for module, (a, b) in adapter.modules.items():
         name = f"{module}.weight"
         stored = name_of(name)
         if stored is None:
             raise UsageError(f"--to gguf: llama.cpp's {file.arch} has no tensor for {name}")
-        times = term.a.shape[1] // manifest.lora.rank  # llama.cpp divides alpha by each rank
-        columns = np.ascontiguousarray(term.b.T * np.float32(times))  # (out, r)
-        a = term.a if term.lookup else term.a.T  # (V, r), whose rows are looked up, or (r, in)
-        if not term.lookup:
-            shape = (len(columns), a.shape[1])
-            place = place_of(manifest.family, manifest.config, name, shape)
-            if place.rows is not None:
-                columns = columns[np.argsort(place.rows)]
-            if isinstance(place.columns, np.ndarray):
-                a = a[:, np.argsort(place.columns)]
-        file.add_tensor(f"{stored}.{A}", np.ascontiguousarray(a))
-        file.add_tensor(f"{stored}.{B}", columns)
+        if module != adapter.lookup:
+            place = place_of(manifest.family, manifest.config, name, (b.shape[1], a.shape[0]))
+            a = _spread(a, place.shape[1], place.columns)
+            b = _spread(b.T, place.shape[0], place.rows).T
+        pieces.setdefault(stored, []).append((a, b))
+    for stored, parts in pieces.items():
+        a = np.concatenate([a for a, _ in parts], axis=1)
+        b = np.concatenate([b for _, b in parts])
+        is_lookup = stored == name_of(f"{adapter.lookup}.weight")
+        # llama.cpp divides alpha by each rank; of an embedding it looks up rows of (V, r)
+        file.add_tensor(f"{stored}.{A}", np.ascontiguousarray(a if is_lookup else a.T))
+        file.add_tensor(f"{stored}.{B}", np.ascontiguousarray(b.T * np.float32(len(parts))))
+
+
+def _spread(rows: F32, count: int, index: Index | slice | None) -> F32:
+    """So many rows, of which those of an index are the given ones, and the others 0."""
+    if index is None:
+        return rows
+    spread: F32 = np.zeros((count, rows.shape[1]), np.float32)
+    spread[index] = rows
+    return spread

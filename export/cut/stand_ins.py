@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from export.cut.tape import MASK, AttentionCall, DeltaCall, PartCall, Tape
 from export.sources import capped
+from export.sources.general import ACTIVATION
 from export.sources.stream import Stream
 from runtime.core.errors import BundleError
 
@@ -65,8 +66,7 @@ def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
 
 def activations_of(config: dict[str, Any]) -> dict[str, Callable[[mx.array], mx.array]]:
     """The function that a configuration names in place of either of MLX's two GELUs, by name."""
-    keys = ("hidden_act", "hidden_activation", "activation_function")
-    gelu = _GELUS.get(str(next((config[key] for key in keys if config.get(key)), None)))
+    gelu = _GELUS.get(str(next((config[key] for key in ACTIVATION if config.get(key)), None)))
     return {} if gelu is None else dict.fromkeys(("gelu", "gelu_approx"), gelu)
 
 

@@ -179,6 +179,8 @@ def _is_off(key: str, value: Any, settings: Mapping[str, Any], longest: int) -> 
         return full or (alike and wide)
     if key == LOCAL_BASE:
         return full
+    if key == "use_double_wide_mlp":  # Gemma 4's, of layers with the keys and values of others
+        return not settings.get("num_kv_shared_layers")
     if key == "rope_theta":
         return settings.get("position_embedding_type") == "nope"
     if key == "partial_rotary_factor":

@@ -159,7 +159,7 @@ def _stored_rows(
     """Rows start:stop of a tensor of the file, which has the values of these of the model."""
     places = {name: _place(model, name) for name in names}
     if all(place.rows is None and place.columns is None for place in places.values()):
-        (name,) = names
+        name = names[0]  # the only one, or that of the first of layers that have the same tensor
         return to_file(model.family, name, model.rows(name, start, stop))
     values: F32 = np.empty((stop - start, *shape[1:]), np.float32)
     for name, place in places.items():

@@ -27,15 +27,6 @@ from runtime.bundle.positions import positions_of, short_length
 from runtime.core.errors import BundleError, UsageError
 
 TEXT_TYPES = {"qwen3_5_text": "qwen3_5"}  # whose module has the text model's class too
-# transformers' names of tensors -> mlx-lm's, where its class has no `sanitize` that renames them
-NAMES: dict[str, tuple[tuple[str, str], ...]] = {
-    "gpt2": (("transformer.", ""),),
-    "nanochat": (
-        *(("model.embed_tokens.", "transformer.wte."), ("model.layers.", "transformer.h.")),
-        *((f".self_attn.{one}_proj.", f".attn.c_{one}.") for one in "qkv"),
-        *((".self_attn.o_proj.", ".attn.c_proj."), (".fc1.", ".c_fc."), (".fc2.", ".c_proj.")),
-    ),
-}
 # settings that describe a single checkpoint, and not its architecture
 _OF_THE_SOURCE = (
     *("quantization", "quantization_config", "torch_dtype", "dtype", "_name_or_path"),

@@ -43,10 +43,12 @@ _SIZES = {
     *("num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim"),
 }
 _UNBOUNDED = "time_step_limit"  # of state spaces
+# the names that transformers has for the setting of the activation
+ACTIVATION = ("hidden_act", "hidden_activation", "activation_function")
 # what is kept although mlx-lm's class may not take it
 _KEPT = (
-    *("vocab_size", "max_position_embeddings", "pad_token_id"),
-    *("hidden_act", "hidden_activation", "activation_function", "rms_norm_eps"),
+    *("vocab_size", "max_position_embeddings", "pad_token_id", "rms_norm_eps"),
+    *ACTIVATION,
 )
 # what is of the file, or is kept under another name
 _OTHERWISE = {

@@ -25,7 +25,7 @@ from export.sources.gguf_config import FURTHER, read_config, rope_tables
 from export.sources.gguf_file import GGUFFile, GGUFTensor
 from export.sources.gguf_keys import unknown_metadata
 from export.sources.gguf_names import (
-    ARCHITECTURES,
+    SEEING,
     TYPES,
     Index,
     Place,
@@ -35,7 +35,7 @@ from export.sources.gguf_names import (
 )
 from export.sources.gguf_tokenizer import convert_tokenizer
 from export.sources.sanitize import usual_origins
-from export.sources.source import Checkpoint, check_tensors
+from export.sources.source import INSIDE, Checkpoint, check_tensors
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_GGUF, checked
 from runtime.adapters.origins import RENAMED
@@ -53,6 +53,7 @@ class GGUFCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self._file = GGUFFile(path)
         meta = self._file.metadata
+        arch = str(meta.get("general.architecture"))
         raw = read_config(self._file, str(path))
         unknown = unknown_metadata(meta, raw["model_type"], str(path))
         config = normalise_config(raw, str(path), "output.weight" in self._file.tensors)
@@ -73,7 +74,7 @@ class GGUFCheckpoint(Checkpoint):
         provenance = {
             "kind": "gguf",
             "name": str(meta.get("general.name", path.stem)),
-            "architecture": str(meta["general.architecture"]),
+            "architecture": arch,
             "files": [{"name": name, "bytes": size} for name, size in self._file.parts.items()],
             "types": {type_.name: count for type_, count in sorted(types.items())},
         }
@@ -81,11 +82,13 @@ class GGUFCheckpoint(Checkpoint):
             provenance[RENAMED] = origins
         if family in TYPES:
             provenance["model_type"] = TYPES[family]
+        if arch in SEEING:
+            provenance[INSIDE] = SEEING[arch][1][0]
         if digests := checked(meta.get(IN_GGUF, []), str(path)):
             provenance["fused"] = {"adapters": digests}
         super().__init__(family, config, provenance, expected)
         warnings = []
-        if further := meta.get(f"{ARCHITECTURES[family]}.{FURTHER}", 0):
+        if further := meta.get(f"{arch}.{FURTHER}", 0):
             warnings.append(
                 f"{path}: its last {further} blocks predict the tokens after the next one, and are "
                 "not read"
@@ -102,7 +105,7 @@ class GGUFCheckpoint(Checkpoint):
                 "the model again with a newer llama.cpp"
             )
         longest = raw["max_position_embeddings"]
-        if longest < meta[f"{ARCHITECTURES[family]}.context_length"]:
+        if longest < meta[f"{arch}.context_length"]:
             warnings.append(
                 f"{path} turns positions otherwise where there are more than {longest:,} tokens; "
                 "it is read as a model for sequences of at most so many"
@@ -192,7 +195,7 @@ def _stored_names(
     present = {name: own for name, own in stored.items() if own is not None and own in file.tensors}
     others = file.tensors.keys() - set(present.values()) - rope_tables(file)
     first = config["num_hidden_layers"]
-    count = file.metadata.get(f"{ARCHITECTURES[config['model_type']]}.{FURTHER}", 0)
+    count = file.metadata.get(f"{file.metadata['general.architecture']}.{FURTHER}", 0)
     blocks = {name: _BLOCK.match(name) for name in others}
     further = {name for name, at in blocks.items() if at and first <= int(at[1]) < first + count}
     return {**present, **{name: name for name in sorted(others - further)}}

@@ -11,7 +11,7 @@ import numpy as np
 from export.sources import gguf_gemma4
 from export.sources.families import OF_MLX_LM
 from export.sources.general import settings_class
-from export.sources.gguf_names import ARCHITECTURES, family_of
+from export.sources.gguf_names import ARCHITECTURES, SEEING, family_of
 from export.sources.windows import FULL, SLIDING, layer_types
 from export.stored import F32
 from runtime.core.errors import BundleError
@@ -187,7 +187,7 @@ def read_config(file: Described, where: str) -> dict[str, Any]:
         arch = file.metadata.get("general.architecture")
         raise BundleError(
             f"{where}: architecture {arch!r} is not supported; "
-            f"supported are {', '.join(sorted({*ARCHITECTURES.values()}))}"
+            f"supported are {', '.join(sorted({*ARCHITECTURES.values(), *SEEING}))}"
         )
     try:
         return _config(_Metadata(file, family, where))
@@ -206,7 +206,7 @@ class _Metadata:
     @property
     def arch(self) -> str:
         """The architecture, with which the keys begin."""
-        return ARCHITECTURES[self.family]
+        return str(self.file.metadata["general.architecture"])
 
     def get(self, key: str, default: Any = None) -> Any:
         """An entry. Raises BundleError if it is missing and has no default."""

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from export.sources.gguf_config import BY_SIGMOID, OF_SCALING, entries_of
-from export.sources.gguf_names import ARCHITECTURES
 from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import BundleError
 
@@ -97,8 +96,11 @@ _VALUES: dict[_Neutral, str] = {
         ARCH: *
     """,
 }
-# of families whose positions have several axes, which for text are the same
-_OF_IMAGES = {"qwen3_5": ("rope.dimension_sections",)}
+# of architectures whose positions have several axes, which for text are the same, and of what sees
+_OF_IMAGES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qwen35", "qwen2vl"), ("rope.dimension_sections",)),
+    "qwen3vl": ("rope.dimension_sections", "n_deepstack_layers"),
+}
 FIXED = {name: values for values, names in _VALUES.items() for name in sorted(_names(names))}
 
 
@@ -120,11 +122,11 @@ def unknown_metadata(metadata: dict[str, Any], family: str, where: str) -> list[
 
     Raises BundleError for an entry that would have to be computed, and is not.
     """
-    of_family = (*entries_of(family), *OF_SCALING.get(family, ()), *_OF_IMAGES.get(family, ()))
+    arch = str(metadata["general.architecture"])
+    of_family = (*entries_of(family), *OF_SCALING.get(family, ()), *_OF_IMAGES.get(arch, ()))
     of_family += ("expert_gating_func",) if family in BY_SIGMOID else ()
     own = {f"ARCH.{key}" for key in of_family}
     unknown = []
-    arch = ARCHITECTURES[family]
     for key, value in metadata.items():
         name = f"ARCH.{key.removeprefix(f'{arch}.')}" if key.startswith(f"{arch}.") else key
         if _KNOWN.fullmatch(name) or name in own:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from export.sources.families import NORM_NEUTRAL
+from export.sources.source import INSIDE
 from export.stored import F32
 from runtime.core.errors import UsageError
 
@@ -33,18 +34,27 @@ ARCHITECTURES = {
     **{"gpt_bigcode": "starcoder", "glm": "chatglm", "exaone4": "exaone4"},
     **{"ministral3": "mistral3", "gemma4_text": "gemma4", "qwen3_5": "qwen35"},
     **{"glm4_moe": "glm4moe", "solar_open": "glm4moe", "dots1": "dots1", "afmoe": "afmoe"},
-    **{"minimax": "minimax-m2", "gpt_neox": "gptneox"},
+    **{"minimax": "minimax-m2", "gpt_neox": "gptneox", "internlm3": "llama"},
+}
+# architectures of models that see besides -> the family of the text model, and transformers' types
+# of it, of which a file is of the first
+SEEING = {
+    "qwen2vl": ("qwen2", ("qwen2_vl_text", "qwen2_5_vl_text")),
+    "qwen3vl": ("qwen3", ("qwen3_vl_text",)),
 }
 # transformers' type of models of a family, where it is not the family's name
 TYPES = {"minimax": "minimax_m2"}
 # entries of a family's files that other ones of the architecture do not have
 _MARKS = {"mixtral": "expert_count", "olmo3": "attention.sliding_window"}
 # families whose heads llama.cpp turns by neighbours, and transformers by halves
-_TURNED = ("llama", "mixtral", "granite", "granitemoehybrid", "granitemoe", "smollm3", "ministral3")
+_TURNED = (
+    *("llama", "mixtral", "granite", "granitemoehybrid", "granitemoe", "smollm3", "ministral3"),
+    "internlm3",
+)
 # parts of mlx-lm's names, and those that the library knows
 _RENAMED = (
     *((".block_sparse_moe.switch_mlp.", ".mlp.experts."), (".switch_mlp.", ".experts.")),
-    *((f".block_sparse_moe.router.{end}", ".block_sparse_moe.gate.") for end in ("layer.", "")),
+    (".block_sparse_moe.router.layer.", ".block_sparse_moe.gate."),
     ("model.h.", "transformer.h."),
 )
 _PREFIXES = {"gpt_neox": (("model.h.", "gpt_neox.layers."), ("model.", "gpt_neox."))}
@@ -87,9 +97,18 @@ def architecture_of(family: str) -> str:
     return ARCHITECTURES[family]
 
 
+def architecture_beside(family: str, provenance: Mapping[str, Any]) -> str:
+    """The architecture of files of a source's model, which may see besides."""
+    inside = provenance.get(INSIDE)
+    seeing = (arch for arch, (own, types) in SEEING.items() if own == family and inside in types)
+    return next(seeing, architecture_of(family))
+
+
 def family_of(metadata: Mapping[str, Any]) -> str | None:
     """The family of a file's model; None where its architecture is not known."""
     arch = metadata.get("general.architecture")
+    if arch in SEEING:
+        return SEEING[arch][0]
     families = [family for family, known in ARCHITECTURES.items() if str(arch) == known]
     marks = {family: metadata.get(f"{arch}.{key}") for family, key in _MARKS.items()}
     marked = (f for f in families if isinstance(marks.get(f), int) and marks[f])

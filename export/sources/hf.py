@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from export.sources.families import (
-    NAMES,
     build_model,
     check_architecture,
     expected_shapes,
@@ -22,7 +21,7 @@ from export.sources.families import (
     parameter_shapes,
     text_config,
 )
-from export.sources.general import completed
+from export.sources.general import ACTIVATION, completed
 from export.sources.gpt_oss import with_experts_apart
 from export.sources.mlx_quantized import find_layouts, matrix_shape, widened
 from export.sources.safetensors_files import (
@@ -34,7 +33,7 @@ from export.sources.safetensors_files import (
     open_shards,
     read_json,
 )
-from export.sources.sanitize import Made, shifts, tensors_made
+from export.sources.sanitize import NAMES, Made, shifts, tensors_made
 from export.sources.settings import unknown_settings
 from export.sources.source import (
     INSIDE,
@@ -57,6 +56,7 @@ _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 _HEAD = "lm_head"
 _EMBEDDINGS = ("model.embed_tokens", "model.wte", "model.decoder.embed_tokens", "transformer.wte")
 _OUTER = "model."  # which names lack in a model that was saved without its head
+_XIELU = "xielu"  # the one activation with weights
 _LAYER = re.compile(r"(?<=layers)\.\d+\.")
 # what torch saves beside the weights: frequencies, and masks of attention, which have four axes
 _BUFFERS = (".inv_freq", ".masked_bias")
@@ -112,6 +112,7 @@ class HFCheckpoint(Checkpoint):
                 f"{folder}: {_HEAD}.weight is not the embedding, which mlx-lm's {family} always "
                 "takes for it"
             )
+        _check_activation(family, config, expected, where)
         self._layouts = find_layouts(raw, self._tensors, str(folder))
         if raw.get("quantization_config") and not self._layouts:
             warnings.append(
@@ -216,6 +217,21 @@ def _says_tied(raw: dict[str, Any], text: dict[str, Any]) -> bool:
     if tied is None:
         tied = (completed({"model_type": raw["model_type"]}) or {}).get("tie_word_embeddings")
     return bool(tied)
+
+
+def _check_activation(
+    family: str, config: dict[str, Any], expected: Iterable[str], where: str
+) -> None:
+    """Raise BundleError where either the configuration or the model has an activation with weights.
+
+    Their tensors would seem to be missing, or another model's. Of all other activations
+    `export.cut.unread` says it.
+    """
+    key = next((key for key in ACTIVATION if config.get(key)), None)
+    has_weights = any(name.endswith(".act_fn.alpha_p") for name in expected)
+    if key and (config[key] == _XIELU) != has_weights:
+        computes = f"computes with {_XIELU} alone" if has_weights else "does not compute with it"
+        raise BundleError(f"{where}: {key} = {config[key]!r:.60}: mlx-lm's {family} {computes}")
 
 
 def _refuse_others(folder: Path) -> None:

@@ -21,16 +21,31 @@ _FEW = 8  # columns of the arrays that stand for tensors where there are experts
 _MOST_PARTS = 4096  # of which a tensor is joined: not if every other row is taken
 
 
+# transformers' names of tensors -> mlx-lm's, where its class has no `sanitize` that renames them
+NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    "gpt2": (("transformer.", ""),),
+    "nanochat": (
+        *(("model.embed_tokens.", "transformer.wte."), ("model.layers.", "transformer.h.")),
+        *((f".self_attn.{one}_proj.", f".attn.c_{one}.") for one in "qkv"),
+        *((".self_attn.o_proj.", ".attn.c_proj."), (".fc1.", ".c_fc."), (".fc2.", ".c_proj.")),
+    ),
+}
 # parts of names of mlx-lm's tensors -> transformers', where these are others in every checkpoint
 _ELSEWHERE = {
-    **dict.fromkeys(("gpt2", "gpt_bigcode"), (("model.", "transformer."),)),
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), (("model.", "transformer."),)),
+    "nanochat": tuple((ours, theirs) for theirs, ours in NAMES["nanochat"]),
     "gpt_neox": (
         *(("model.h.", "gpt_neox.layers."), ("model.embed_out", "embed_out")),
         ("model.", "gpt_neox."),
     ),
 }
-
-
+# parts of names that are one below the other in one of transformers' tensors, with its name
+_JOINED = {
+    "granitemoehybrid": (
+        ((".mlp.gate_proj.", ".mlp.up_proj."), ".shared_mlp.input_linear."),
+        ((".mlp.down_proj.",), ".shared_mlp.output_linear."),
+    ),
+}
 _TRANSPOSED = ("gpt2",)  # whose matrices in layers are (in, out) in transformers
 
 
@@ -152,6 +167,12 @@ def usual_origins(
         if theirs != name:
             transposed = family in _TRANSPOSED and len(shape) == 2 and ".h." in name
             found[name] = [Origin(theirs, 0, shape[0], shape[0], transposed)]
+        for halves, joined in _JOINED.get(family, ()):
+            for at, half in enumerate(halves):
+                if half in name:
+                    height = len(halves) * shape[0]
+                    theirs = name.replace(half, joined)
+                    found[name] = [Origin(theirs, at * shape[0], shape[0], height)]
     for name, (parts, axis) in whole_tensors(model).items():
         for at, part in enumerate(parts):
             (height, *across), count = shapes[part], len(parts)

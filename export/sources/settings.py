@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from export.sources.families import text_config
-from export.sources.general import completed
+from export.sources.general import ACTIVATION, completed
 from export.sources.model_classes import arguments_of
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import BundleError
@@ -64,7 +64,7 @@ _AS_USUAL: dict[str, tuple[Any, ...]] = {
 }
 # names of the same setting: where transformers reads one that is given, the others are not used
 _SAME = (
-    ("hidden_act", "hidden_activation", "activation_function"),
+    ACTIVATION,
     ("norm_eps", "layer_norm_eps", "rms_norm_eps", "norm_epsilon", "layer_norm_epsilon"),
     ("partial_rotary_factor", "rotary_pct", "rope_pct", "rope_percent"),
     ("layer_types", "sliding_window_pattern", "_sliding_window_pattern"),

@@ -11,6 +11,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from export.sources.gguf_names import ARCHITECTURES
+from export.sources.gguf_tokenizer import NO_VOCABULARY
 from support.checkpoints import Arrays
 
 # where a block's float16 numbers stand, in bytes
@@ -132,3 +133,21 @@ def write_with(
                 writer.add_key_value(key, value, kinds.get(kind, kind))
 
     return write_gguf(path, config, arrays, change=change, **more)
+
+
+def seeing_file(path: Path, config: dict[str, Any], arrays: Arrays) -> Path:
+    """A float32 file of a Qwen that sees, which holds the text model, without a tokenizer."""
+    family = config["model_type"]
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model(NO_VOCABULARY)
+        writer.add_vocab_size(config["vocab_size"])
+        half = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
+        writer.add_rope_dimension_sections([half - 2 * (half // 3), half // 3, half // 3, 0])
+        if family == "qwen2":
+            writer.add_rope_freq_base(config["rope_theta"])
+        else:
+            writer.add_num_deepstack_layers(1)
+
+    seeing: dict[str, Any] = {"architecture": f"{family}vl", "change": change}
+    return write_gguf(path, config, arrays, stored_as=GGMLQuantizationType.F32, **seeing)

@@ -13,7 +13,7 @@ from model_types.tiny import tiny as tiny_settings
 from support.adapters import SOME, check_same, read_again, saved_adapter, written
 from support.bundles import Tiny, runnable, settings
 from support.checkpoints import Arrays, weights_of, whole, write_folder
-from support.gguf_files import write_gguf
+from support.gguf_files import seeing_file, write_gguf
 from support.logits import engine_logits, exact_factor, typical
 from support.models import FAMILIES, each_family, relative
 from support.peers import LLAMA, TORCH, interpreter, llama_logits, peft_logits, run_script
@@ -119,6 +119,30 @@ def test_logits_are_those_of_llama_cpp(tiny: Tiny, tmp_path: Path, rng: Rng, fam
         theirs = llama_logits(path, out, tokens, tmp_path)
         print(family, "llama.cpp", error := relative(ours(adapters, bundle, tokens), theirs))
         assert error <= 1e-3
+    assert relative(llama_logits(path, "-", tokens, tmp_path), theirs) > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_logits_of_the_text_model_of_one_that_sees_are_those_of_llama_cpp(
+    tmp_path: Path, rng: Rng, family: str
+) -> None:
+    """Of its file, which the adapter's goes with.
+
+    Of Qwen 2's that sees llama.cpp (b11669) takes 0 for the epsilon of norms.
+    """
+    interpreter(*LLAMA)
+    config, arrays = weights_of(f"tiny-{family}")
+    path = seeing_file(tmp_path / "model.gguf", config | {"rms_norm_eps": 1e-12}, arrays)
+    bundle = runnable(
+        export_bundle(settings(path, tmp_path / "bundle", bits=32, seq_lens=(32,))).path
+    )
+    tokens = list(map(int, rng.integers(0, bundle.manifest.vocab_size, TOKENS)))
+    adapters = saved_adapter(bundle, rng, tmp_path / "ours")
+    out = written(bundle, tmp_path / "ours", "gguf", tmp_path / "adapter.gguf")
+    theirs = llama_logits(path, out, tokens, tmp_path)
+    print(family, "llama.cpp", error := relative(ours(adapters, bundle, tokens), theirs))
+    assert error <= 1e-5
     assert relative(llama_logits(path, "-", tokens, tmp_path), theirs) > 1e-2
 
 

@@ -112,10 +112,15 @@ AT_LENGTH = (  # scales, filters, parts of heads, norms that add 1, GPT's names,
 )
 
 
-# windows, caps and norms that add 1; turned, and experts
+# windows, caps and norms that add 1; turned, and experts; matrices that transformers has joined
 @pytest.mark.parametrize(
     "model_type",
-    ["gemma2", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in AT_LENGTH)],
+    [
+        "gemma2",
+        "mixtral",
+        "granitemoehybrid",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in AT_LENGTH),
+    ],
 )
 def test_other_architectures_are_read_again_with_their_adapter(
     tmp_path: Path, rng: Rng, model_type: str

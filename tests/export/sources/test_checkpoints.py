@@ -227,6 +227,28 @@ def add(arrays: Arrays, **settings: Any) -> Callable[[dict[str, Any], Arrays], N
     return lambda config, known: (config.update(settings), known.update(arrays))[1]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "setting", "message"),
+    [
+        ("apertus", {"hidden_act": "silu"}, "'silu': mlx-lm's apertus computes with xielu alone"),
+        ("gpt2", {"activation_function": "xielu"}, "'xielu': mlx-lm's gpt2 does not compute with"),
+    ],
+)
+def test_an_activation_that_a_class_has_not_is_said_before_its_tensors(
+    tmp_path: Path, model_type: str, setting: dict[str, Any], message: str
+) -> None:
+    raw = tiny(model_type, **setting)
+    config = normalise_config(raw, "x", not raw["tie_word_embeddings"])
+    shapes = {
+        name: shape
+        for name, shape in expected_shapes(model_type, config).items()
+        if "act_" not in name
+    }
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    with pytest.raises(BundleError, match=message):
+        open_checkpoint(str(write_folder(tmp_path / "model", raw, arrays)))
+
+
 ZEROS = np.zeros((128, 128), np.float32)
 UP, NORM = "model.layers.0.mlp.up_proj", "model.norm.weight"
 SCALES = {f"{UP}.scales": ZEROS}

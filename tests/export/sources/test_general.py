@@ -189,6 +189,7 @@ def test_another_value_than_the_usual_is_refused() -> None:
         ("granitemoehybrid", {"num_experts_per_tok": 0}, True),
         ("granitemoehybrid", {"position_embedding_type": "nope", "rope_theta": 1e7}, True),
         ("gemma4_text", {"use_bidirectional_attention": "vision"}, True),
+        ("gemma4_text", {"use_double_wide_mlp": True, "num_kv_shared_layers": 0}, True),
         ("gemma4_text", {"use_bidirectional_attention": "all", "is_causal": False}, False),
     ],
 )

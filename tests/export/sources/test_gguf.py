@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from model_types.tiny import tiny
 from support.checkpoints import weights_of, whole
-from support.gguf_files import Blocks, random_blocks, write_gguf, write_with
+from support.gguf_files import Blocks, random_blocks, seeing_file, write_gguf, write_with
 from support.models import FAMILIES
 
 from export.fused.gguf_metadata import Announced, add_metadata, rope_tables
@@ -27,6 +27,7 @@ from export.sources.gguf_config import llama3_factors, read_config
 from export.sources.gguf_keys import FIXED, NEUTRAL, USED
 from export.sources.gguf_names import architecture_of, place_of, tensor_names
 from export.sources.open import open_checkpoint
+from export.sources.source import INSIDE
 from runtime.core.errors import BundleError
 
 NAMED = [f"tiny-{family}" for family in FAMILIES]
@@ -49,6 +50,18 @@ def test_gguf_gives_back_the_original(tmp_path: Path, preset: str, stored_as: st
         np.testing.assert_allclose(whole(read, name), array, atol=error)
         np.testing.assert_array_equal(read.rows(name, 3, 17), whole(read, name)[3:17])
     read.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_the_text_model_of_one_that_sees_is_read(tmp_path: Path, family: str) -> None:
+    config, arrays = weights_of(f"tiny-{family}")
+    path = seeing_file(tmp_path / "m.gguf", config, arrays)
+    with open_checkpoint(str(path)) as read:
+        assert (read.family, read.names(), read.warnings) == (family, list(arrays), [])
+        assert read.provenance["architecture"] == f"{family}vl"
+        assert read.provenance[INSIDE].startswith(family)
+        found = read.config.items()
+        assert {key: value for key, value in found if key in config} == config
 
 
 def test_gguf_rope_scalings(tmp_path: Path) -> None:

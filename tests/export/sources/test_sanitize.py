@@ -120,6 +120,26 @@ def test_a_class_that_misses_a_tensor_is_named_with_it_and_a_way_out() -> None:
             "model.h.1.attention.query_key_value.weight",
             Origin("gpt_neox.layers.1.attention.query_key_value.weight", 0, 192, 192),
         ),
+        (
+            "granitemoehybrid",
+            "model.layers.2.mlp.up_proj.weight",
+            Origin("model.layers.2.shared_mlp.input_linear.weight", 96, 96, 192),
+        ),
+        (
+            "gptj",
+            "model.h.3.attn.q_proj.weight",
+            Origin("transformer.h.3.attn.q_proj.weight", 0, 64, 64),
+        ),
+        (
+            "nanochat",
+            "transformer.h.1.attn.c_proj.weight",
+            Origin("model.layers.1.self_attn.o_proj.weight", 0, 64, 64),
+        ),
+        (
+            "nanochat",
+            "transformer.h.1.mlp.c_proj.weight",
+            Origin("model.layers.1.mlp.fc2.weight", 0, 64, 64),
+        ),
         ("gpt_neox", "model.embed_out.weight", Origin("embed_out.weight", 0, 320, 320)),
         (
             "gpt2",
