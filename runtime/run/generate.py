@@ -89,7 +89,7 @@ class Generator:
         self._sampling = Sampling(*chosen)
         adapters = Adapters.applied(bundle.manifest, adapter)
         self.plan = plan_decoding(bundle, config.budget_bytes, context)
-        self._decoder = Decoder(open_session(bundle, self.plan), adapters)
+        self._decoder = Decoder(open_session(bundle, self.plan, note=note), adapters)
         if self.plan.warning:
             note(warning(self.plan.warning))
 
