@@ -432,11 +432,11 @@ class PeakModel:
         """Unused bytes because a tied head's gradient stays where the head's arrays lay.
 
         Unless those above it left enough room, the embedding's adapter, which is as large, finds
-        none. Where workers sum gradients, there are more such arrays, and MPI's between them.
+        none.
         """
         waiting = self.adapters.waiting
-        if not waiting or self.demand.sums_gradients:
-            return waiting
+        if not waiting:
+            return 0
         of_head = self.forward(len(self.lowered.blocks) - 1, self.demand.lanes[-1])
         if self.demand.holds_gradients:  # those of earlier micro-batches too: half was seen
             return max(0, min(waiting // 2, 3 * waiting - of_head))

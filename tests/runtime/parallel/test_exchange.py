@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -63,6 +64,34 @@ def sums_of(size: int) -> list[Any]:
 def test_arrays_are_added_in_rank_order(size: int) -> None:
     assert summed(Alone()) == sums_of(1)
     assert in_turn(size, summed) == [sums_of(size)] * size
+
+
+def summed_in_place(exchange: Exchange) -> list[Any]:
+    """The sums of arrays (R, C) of all workers, of rows and of columns that lie together."""
+    values = np.arange(40, dtype=np.float32).reshape(10, 4) * (exchange.rank + 1)
+    arrays = mx.array(values), mx.array(values).T, mx.array(values)[::2]
+    return [exchange.add_in_place(array).tolist() for array in arrays]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_arrays_are_added_in_place_and_piece_by_piece(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most: list[int] = []
+    add = Exchange.add
+
+    def of_pieces(self: Exchange, arrays: Sequence[mx.array]) -> list[mx.array]:
+        most.append(max(array.size for array in arrays))
+        return add(self, arrays)
+
+    monkeypatch.setattr("runtime.parallel.exchange.PIECE_VALUES", 12)
+    monkeypatch.setattr(Exchange, "add", of_pieces)
+    own = np.arange(40, dtype=np.float32).reshape(10, 4) * sum(range(size + 1))
+    assert in_turn(size, summed_in_place) == [[a.tolist() for a in (own, own.T, own[::2])]] * size
+    assert max(most) == 12
+    array = mx.zeros((10, 4))
+    before = np.array(array, copy=False)
+    assert np.shares_memory(before, np.array(Alone().add_in_place(array), copy=False))
 
 
 @NEEDS_MPI
