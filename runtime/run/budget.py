@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,8 +36,6 @@ from runtime.plan.sizes import LEVELS
 
 EVALUATION = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), all_adapters=True, trains=False)
 """The demand of an evaluation: the adapters of all blocks, and rows that travel together."""
-DECODING = Demand(slots=0, lanes=lane_choices(DECODING_LANES), all_adapters=True, trains=False)
-"""The demand of decoding: the adapters of all blocks, and chunks of a prompt together."""
 
 
 class Wanted(NamedTuple):
@@ -115,14 +114,28 @@ def evaluation(manifest: Manifest, budget_bytes: int, max_seq_length: int) -> Wa
     return Wanted(request, EVALUATION, budget_bytes)
 
 
-def plan_decoding(bundle: Bundle, budget_bytes: int, context: int) -> Plan:
+def decoding(at_once: int) -> Demand:
+    """The demand of decoding: the adapters of all blocks, and a prompt's chunks that go together.
+
+    `at_once` are the most tokens of a prompt.
+    """
+    chunks = min(DECODING_LANES, math.ceil(at_once / CHUNK_TOKENS))
+    return replace(EVALUATION, lanes=lane_choices(chunks))
+
+
+def plan_decoding(
+    bundle: Bundle, budget_bytes: int, context: int, prompt: int | None = None
+) -> Plan:
     """The plan on this machine to decode a sequence of at most `context` tokens.
+
+    `prompt` is how many of them are known before; without it, they may be all.
 
     Raises:
         BudgetError: nothing fits.
     """
     request = Request(CHUNK_TOKENS, prefetch=False, context=context)  # read again for each token
-    wanted = Wanted(request, DECODING, budget_bytes)
+    demand = decoding(context if prompt is None else prompt)
+    wanted = Wanted(request, demand, budget_bytes)
     return make_plan(bundle.manifest, machine_for(bundle, "auto"), wanted)
 
 

@@ -32,7 +32,7 @@ from runtime.operations.values import CHUNK_TOKENS, DECODED_TOKENS
 from runtime.plan.lower import lower
 from runtime.plan.plan import Plan, Planner, Request, Task
 from runtime.plan.sizes import LEVELS
-from runtime.run.budget import DECODING, plan_decoding
+from runtime.run.budget import decoding, plan_decoding
 from runtime.run.decoder import Decoder
 from runtime.run.lora import to_apply
 from runtime.run.session import open_session
@@ -163,7 +163,9 @@ def test_a_token_is_multiplied_where_weights_lie_if_they_can_be(tiny: Tiny) -> N
     machine, request = replace(LINUX, llvm=True), Request(CHUNK_TOKENS, False, context=CONTEXT)
 
     def plan(bundle: Bundle, budget_bytes: int) -> Plan:
-        return Planner(bundle.manifest, machine).plan(Task(request, DECODING), budget_bytes)
+        return Planner(bundle.manifest, machine).plan(
+            Task(request, decoding(CONTEXT)), budget_bytes
+        )
 
     generous = plan(tiny("qwen2"), 10**9)
     assert generous.in_place
