@@ -373,6 +373,13 @@ class PeakModel:
         keys = self.lowered.graph_keys(self.demand.backward)
         return sum(self.manifest.graphs[key].nbytes for key in keys)
 
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of the vectors that stay in memory where tokens are multiplied in place."""
+        if not self.execution.in_place:
+            return 0
+        return sum(math.prod(extent.shape) * F32 for extent in self.manifest.vectors.values())
+
     @cached_property
     def packed_rows(self) -> int:
         """The most rows that a BLAS packs: tokens, or in attention a group's heads x queries."""

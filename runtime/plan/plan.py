@@ -78,7 +78,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     limit_bytes: Natural | None = None  # that the system sets, see `runtime.plan.limit`
     predicted_peak_bytes: Natural
     minimum_bytes: Natural
-    process_bytes: Natural  # the process, its BLAS, opened graphs and the prefetch thread
+    process_bytes: Natural  # the process, its BLAS, opened graphs, kept vectors, prefetch thread
     adapter_bytes: Natural
     gradient_bytes: Natural
     weight_update_bytes: Natural = (
@@ -415,7 +415,7 @@ class Planner:
         return not self.machine.packed or self.machine.device == "gpu"
 
     def _process_bytes(self, task: Task, model: PeakModel) -> int:
-        """Bytes of the process with its BLAS, opened graphs and prefetch thread."""
+        """Bytes of the process with its BLAS, opened graphs, kept vectors and prefetch thread."""
         blas = self.machine.blas
         panel = min(blas.panel_bytes, model.largest_tile_bytes)
         nbytes = self.machine.process_bytes
@@ -425,7 +425,7 @@ class Planner:
             nbytes += blas.threads * panel
             if blas.threads > 1:
                 nbytes += model.packed_rows * blas.row_bytes
-        nbytes += model.graph_file_bytes() * GRAPH_FACTOR
+        nbytes += model.graph_file_bytes() * GRAPH_FACTOR + model.vector_bytes
         if task.request.prefetch:
             nbytes += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes)
         if self.manifest.slice is not None:

@@ -116,6 +116,7 @@ class Generator:
         for count in range(min(max_tokens, room)):
             logits = decoder.read(given)
             token = self._sampling.choose(logits, len(decoder.tokens))
+            del logits  # before the next are computed
             now = time.perf_counter()
             if count:
                 answer.seconds, answer.timed = now - start - answer.prompt_s, count
