@@ -13,7 +13,7 @@ import pytest
 from support.exchange import NEEDS_MPI, in_turn, mpirun, on_workers, processes
 
 from runtime.core.errors import UsageError
-from runtime.parallel.exchange import Alone, Exchange
+from runtime.parallel.exchange import PIECE_VALUES, Alone, Exchange
 
 NAN = struct.unpack("<d", bytes.fromhex("0df0adde0000fc7f"))[0]  # with a payload
 HARD = [0.1, -0.0, 5e-324, -math.inf, NAN, 1.7976931348623157e308]
@@ -89,9 +89,16 @@ def test_large_arrays_are_added_in_place_and_piece_by_piece(
     own = np.arange(40, dtype=np.float32).reshape(10, 4) * sum(range(size + 1))
     assert in_turn(size, summed_in_place) == [[a.tolist() for a in (own, own.T, own[::2])]] * size
     assert max(most) == 12
-    array = mx.zeros((10, 4))
-    before = np.array(array, copy=False)
-    assert np.shares_memory(before, np.array(Alone().add_in_place(array), copy=False))
+
+
+def test_a_large_array_is_not_copied_to_be_added() -> None:
+    array = mx.ones((1 << 18, 8))
+    mx.eval(array)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    values = np.array(array, copy=False)
+    assert np.shares_memory(values, np.array(Alone().add_in_place(array), copy=False))
+    assert mx.get_peak_memory() - before < 4 * PIECE_VALUES * 4 < array.nbytes / 4
 
 
 @NEEDS_MPI
