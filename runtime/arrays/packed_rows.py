@@ -101,13 +101,17 @@ class Mapped(Protocol):
 
 
 class PackedRows:
-    """The compiled products, by so many threads."""
+    """The compiled products, by so many threads.
+
+    vectors: those that were read besides matrices, by name, as float32; they stay in memory.
+    """
 
     def __init__(self, weights: Mapped, threads: int) -> None:
         # it loads `logging`, which runs that train need not
         from concurrent.futures import ThreadPoolExecutor
 
         self.weights, self.threads = weights, threads
+        self.vectors: dict[str, Floats] = {}
         self._stored: dict[int, tuple[Stored, tuple[int, ...]]] = {}
         self._others = ThreadPoolExecutor(max(1, threads - 1))
 

@@ -70,6 +70,7 @@ class Replay:
             [source for source in {*sources} - stay if last[source] == at]
             for at, (_, sources, _) in enumerate(self._steps)
         ]
+        del self._makers, self._places, self._known  # the trace, which takes 0.6 MB in Gemma 3 1B
 
     def __call__(self, *arguments: Array) -> list[Array]:
         """The function's results of arguments of the shapes that it was traced at."""

@@ -2,7 +2,8 @@
 
 LLVM runs in a process of its own (`runtime.machine.compiling_process`) the first time that a
 processor meets a text. The code stays in the user's cache folder, and this process maps it: it
-never loads LLVM, which would take 12 MB. `llvmlite` comes with the extra `llvmlite`.
+never loads LLVM, which would take 12 MB. Where that folder cannot be written, or forbids code to
+be mapped, the code is in memory (4 KB each). `llvmlite` comes with the extra `llvmlite`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from runtime.core.errors import StorageError, UsageError
 from runtime.core.files import storage_errors
@@ -30,6 +32,8 @@ from runtime.machine.processor import cpu_flags, model
 Function = Callable[..., None]
 EXTRA = "pip install 'ondevice-tune[llvmlite]'"
 DIGEST_BYTES = 32
+_own: dict[str, bytes] = {}  # code that the cache folder does not keep, by its name there
+_refusals: list[str] = []  # why it does not
 PROBE = "define void @probe(ptr %at) {\n  store i64 42, ptr %at\n  ret void\n}\n"
 
 
@@ -61,47 +65,80 @@ def compile_all(texts: Iterable[str]) -> None:
 
     Raises:
         UsageError: LLVM does not compile them.
-        StorageError: the cache folder cannot be written.
+        OSError: the system has no files in memory.
     """
-    missing = {text: path for text in texts if _read(path := _path(text)) is None}
-    if not missing:
-        return
-    folder = next(iter(missing.values())).parent
-    with storage_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = tempfile.TemporaryDirectory(".partial", dir=folder)
-    with unfinished as temporary:
-        given, said = Path(temporary, "texts"), Path(temporary, "said")
-        parts = [Path(temporary, path.name) for path in missing.values()]
-        with storage_errors(folder):
-            given.write_text("\0".join(missing))
-        if (reason := _compile(given, parts, said)) is not None:
-            raise UsageError(
-                f"llvmlite is installed and cannot compile ({reason}): {EXTRA}, or do without: "
-                "pip uninstall llvmlite"
-            )
-        with storage_errors(folder):
-            for part, path in zip(parts, missing.values(), strict=True):
-                part.rename(path)
+    missing = {text: name for text in texts if _code(name := _name(text)) is None}
+    if missing:
+        _keep(dict(zip(missing.values(), _compiled([*missing]), strict=True)))
 
 
-def _compile(given: Path, parts: list[Path], said: Path) -> str | None:
-    """Compile a file's texts in a process of its own; returns why not, if it did not."""
+def why_not_kept() -> str:
+    """Why code that this process runs is not in the cache folder; empty if it is, or nothing is."""
+    return _refusals[0] if _refusals else ""
+
+
+def _compiled(texts: Sequence[str]) -> list[bytes]:
+    """The code of texts and its checksums, compiled in a process of its own, by files in memory."""
+    with ExitStack() as files:
+        given, said, *made = [files.enter_context(_in_memory()) for _ in range(2 + len(texts))]
+        given.write("\0".join(texts).encode())
+        given.flush()
+        reason = _run([given, *made], said)
+        codes = [_whole(file) for file in made]
+        if not reason and all(_is_sound(octets) for octets in codes):
+            return codes
+        lines = [reason] if reason else _whole(said).decode(errors="replace").strip().splitlines()
+    raise UsageError(
+        f"llvmlite is installed and cannot compile ({(lines or ['it said nothing'])[-1]}): "
+        f"{EXTRA}, or do without: pip uninstall llvmlite"
+    )
+
+
+def _run(files: Sequence[IO[bytes]], said: IO[bytes]) -> str:
+    """Run the compiling process to its end; returns why it could not be started, else nothing."""
     if not sys.executable:
         return "this Python does not know its own program"
-    command = [sys.executable, "-P", compiling_process.__file__, *map(str, (given, *parts))]
-    out = (os.POSIX_SPAWN_OPEN, 2, str(said), os.O_WRONLY | os.O_CREAT, 0o600)
+    places = [f"/proc/self/fd/{file.fileno()}" for file in files]
+    command = [sys.executable, "-P", compiling_process.__file__, *places]
+    out = (os.POSIX_SPAWN_DUP2, said.fileno(), 2)
     try:  # not `subprocess`, which takes 0.5 MB
         process = os.posix_spawn(sys.executable, command, os.environ, file_actions=[out])
     except OSError as problem:
         return f"{sys.executable}: {problem.strerror}"
+    with suppress(ChildProcessError):  # it has ended, and the system keeps no status
+        os.waitpid(process, 0)
+    return ""
+
+
+def _in_memory() -> IO[bytes]:
+    """A file in memory, which processes that this one starts can open too."""
+    if sys.platform == "linux":
+        return os.fdopen(os.memfd_create("ondevice", 0), "w+b")
+    raise AssertionError("texts are compiled on Linux alone")
+
+
+def _whole(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
+
+
+def _keep(made: Mapping[str, bytes]) -> None:
+    """Write code into the cache folder; where that fails, this process has it to itself."""
     try:
-        failed = os.waitpid(process, 0)[1] != 0
-    except ChildProcessError:  # it has ended, and the system keeps no status (SIGCHLD is ignored)
-        failed = False
-    if not failed and all(part.exists() for part in parts):
-        return None
-    return (said.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        folder = _folder()
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(".partial", dir=folder) as temporary:
+                for name, octets in made.items():
+                    part = Path(temporary, name)
+                    part.write_bytes(octets)
+                    part.rename(folder / name)
+    except StorageError as problem:
+        _own.update(made)
+        _refusals.append(
+            f"compiled code is not kept, so each process compiles it again: {problem} (set "
+            "XDG_CACHE_HOME to a folder that can be written)"
+        )
 
 
 @cache
@@ -110,38 +147,54 @@ def function(text: str, arguments: int) -> Function:
 
     Raises:
         UsageError: LLVM does not compile it.
-        StorageError: the cache folder cannot be written or does not keep the code.
+        StorageError: another process damages or removes the code as it is written.
         OSError: the system does not let code be mapped.
     """
     import numpy as np
 
     compile_all([text])
-    code = _read(path := _path(text))
-    if code is None:
-        raise StorageError(f"{path} was damaged or removed as it was written")
-    rights = mmap.PROT_READ | mmap.PROT_EXEC
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), len(code), mmap.MAP_PRIVATE, rights)
-    octets = np.frombuffer(mapped, np.uint8)
+    octets = np.frombuffer(_mapped(_name(text)), np.uint8)
     made: Any = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(octets.ctypes.data)
     made.mapped = octets  # as long as the function can be called
     return made  # type: ignore[no-any-return]
 
 
-def _read(path: Path) -> bytes | None:
-    """The code in a file of the cache folder; None if it is not there, not read, or not whole."""
-    if not is_mine(path):
-        return None
+def _mapped(name: str) -> mmap.mmap:
+    """The code of that name, where it can be run: in its file, or in memory."""
+    rights, code = mmap.PROT_READ | mmap.PROT_EXEC, _code(name)
+    if code is None:
+        raise StorageError(f"{_folder() / name} was damaged or removed as it was written")
+    if name not in _own:
+        with suppress(OSError), Path(_folder(), name).open("rb") as file:  # or is not to be run
+            return mmap.mmap(file.fileno(), len(code), mmap.MAP_PRIVATE, rights)
+    with _in_memory() as file:
+        file.write(code)
+        file.flush()
+        return mmap.mmap(file.fileno(), len(code), mmap.MAP_PRIVATE, rights)
+
+
+def _code(name: str) -> bytes | None:
+    """The code of that name; None if it is not there, not read, or not whole."""
+    octets = _own.get(name, b"")
     try:
-        octets = path.read_bytes()
-    except OSError:  # another process has removed it, or something else has its name
+        if not octets and is_mine(path := _folder() / name):
+            octets = path.read_bytes()
+    except (OSError, StorageError):  # removed by another process, no file, or no home
         return None
+    return octets[:-DIGEST_BYTES] if _is_sound(octets) else None
+
+
+def _is_sound(octets: bytes) -> bool:
     code, digest = octets[:-DIGEST_BYTES], octets[-DIGEST_BYTES:]
-    return code if hashlib.sha256(code).digest() == digest else None
+    return bool(code) and hashlib.sha256(code).digest() == digest
 
 
-def _path(text: str) -> Path:
-    return cache_folder() / "code" / hashlib.sha256(f"{text}\0{_setting()}".encode()).hexdigest()
+def _folder() -> Path:
+    return cache_folder() / "code"
+
+
+def _name(text: str) -> str:
+    return hashlib.sha256(f"{text}\0{_setting()}".encode()).hexdigest()
 
 
 @cache

@@ -7,7 +7,7 @@ the next block's backward begins. With clipping they go to a scratch file instea
 once their norm is known.
 
 Several workers share out the rows of a step (data parallelism). Each adds up the gradients of its
-rows, block by block; a block's are summed over all workers while the next block's backward runs.
+rows, block by block; a layer's are summed over all workers while the next block's backward runs.
 So all apply the same update, which is a single worker's up to rounding.
 """
 
@@ -287,7 +287,7 @@ class MeBP:
         arrays = arrays_for(self.adapters.manifest.device, one_evaluation=True)
         held = Held(arrays) if self.clipping is None else self.clipping
         update = self.optimizer.apply if self.clipping is None else self.clipping.store
-        shared = Shared(self.workers.exchange, update)
+        shared = Shared(self.workers.exchange, update, self.adapters.manifest.layers)
 
         def finish(block: Block, gradients: Gradients) -> None:
             held.add_to(block, gradients)

@@ -39,15 +39,26 @@ class Held:
 
 
 class Shared:
-    """Sums each block's gradients over all workers, while the next block's are computed."""
+    """Sums each block's gradients over all workers, a layer's while the next one's are computed.
 
-    def __init__(self, exchange: Exchange, update: ApplyGradients) -> None:
-        self._exchange, self._update = exchange, update
+    Those of the embedding and the head may be many times larger, and are summed in their place.
+    """
+
+    def __init__(
+        self, exchange: Exchange, update: ApplyGradients, layers: Sequence[Block] = ()
+    ) -> None:
+        self._exchange, self._update, self._layers = exchange, update, layers
         self._begun: tuple[Block, list[str], list[mx.array]] | None = None
 
     def apply(self, block: Block, gradients: Gradients) -> None:
-        """Begin to sum a block's gradients; those of the block before are handed on."""
+        """Begin to sum a layer's gradients; those of the block before are handed on."""
         if self._exchange.size == 1:
+            return self._update(block, gradients)
+        if block not in self._layers:
+            self.finish()
+            for name in list(gradients):
+                da, db = map(self._exchange.add_in_place, gradients.pop(name))
+                gradients[name] = da, db
             return self._update(block, gradients)
         names = list(gradients)
         arrays = [array for name in names for array in gradients.pop(name)]

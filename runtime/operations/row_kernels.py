@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,16 +30,16 @@ from runtime.operations.values import POSITION, graph_key, is_parameter
 class RowKernel(ForwardKernel):
     """Runs an operation lane by lane."""
 
-    _tensors: dict[str, Any] = field(default_factory=dict)
-
     def argument(self, run: Run, name: str, values: Any, loras: Loras) -> Any:
         """A value, or a small tensor that is read as `@name`, which stays in memory."""
         if not is_parameter(name):
             return np.asarray(values[name])
         tensor = run.block.tensor(name[1:])
-        if tensor not in self._tensors:
-            self._tensors[tensor] = np.asarray(self.tools.vector(tensor, loras))
-        return self._tensors[tensor]
+        assert self.tools.matrices.in_place is not None
+        vectors = self.tools.matrices.in_place.vectors
+        if tensor not in vectors:
+            vectors[tensor] = np.asarray(self.tools.vector(tensor, loras))
+        return vectors[tensor]
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         for values, own in zip(lanes, loras, strict=True):

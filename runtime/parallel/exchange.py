@@ -16,6 +16,8 @@ from itertools import accumulate
 import mlx.core as mx
 import numpy as np
 
+PIECE_VALUES = 1 << 16  # of an array that is summed piece by piece
+
 
 class Exchange(ABC):
     """`size` workers, of which this is number `rank`, counted from 0.
@@ -78,6 +80,21 @@ class Exchange(ABC):
         for message in messages[1:]:
             total += np.frombuffer(message, np.float32)
         return split(mx.array(total), arrays)
+
+    def add_in_place(self, array: mx.array) -> mx.array:
+        """The sum of all workers' float32 arrays of this shape (R, C), in the memory of this one.
+
+        Piece by piece: a copy of the whole, as `add` makes, may be larger than all else in memory.
+        """
+        array = mx.contiguous(array, allow_col_major=True)
+        values = np.array(array, copy=False)
+        long = values if values.flags.c_contiguous else values.T  # with rows that are contiguous
+        step = max(1, PIECE_VALUES // long.shape[1])
+        for start in range(0, len(long), step):
+            (piece,) = sums = self.add([mx.array(long[start : start + step])])
+            self.await_sums(sums)
+            long[start : start + step] = np.array(piece, copy=False)
+        return array
 
     def await_sums(self, sums: Sequence[mx.array]) -> None:
         """Wait for the sums that `add` has begun."""

@@ -37,8 +37,8 @@ class AdapterBytes:
         """Bytes of adapters and gradients while the embedding or the head runs with an adapter.
 
         The head's products with it are of a chunk of the vocabulary. A gradient is held twice where
-        it is added to that of earlier micro-batches, and three times where it is stored or summed,
-        for which MPI copies it; that of a tied head just waits.
+        it is added to that of earlier micro-batches, and three times where it is stored; that of a
+        tied head just waits.
         """
         owner = self.manifest.owner(lowered.block)
         own = self.of(owner)
@@ -47,8 +47,7 @@ class AdapterBytes:
         demand, execution = self.demand, self.execution
         nbytes = 0 if demand.all_adapters else own * demand.adapter_copies
         if demand.backward:
-            stored = demand.stores_gradients or demand.sums_gradients
-            times = 3 if stored else 2 if demand.holds_gradients else 1
+            times = 3 if demand.stores_gradients else 2 if demand.holds_gradients else 1
             nbytes += own * (times if owner == lowered.block else 1) - self.waiting
         by_token = execution.bucket * execution.rank * F32
         nbytes += 6 * lanes * by_token
@@ -74,8 +73,7 @@ class AdapterBytes:
         together = self.execution.one_evaluation and self.demand.rows > 1
         if together or (self.manifest.device == "gpu" and self._held):
             fresh += self._most  # their sums are one evaluation
-        head = self.of(self.manifest.blocks[-1])  # whose sum a layer is the next to wait for
-        summed = 2 * max(self._most, head) if self.demand.sums_gradients else 0
+        summed = 2 * self._most if self.demand.sums_gradients else 0
         return self._held + self._most + fresh + summed
 
     @property

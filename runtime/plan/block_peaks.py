@@ -374,6 +374,13 @@ class PeakModel:
         keys = self.lowered.graph_keys(self.demand.backward)
         return sum(self.manifest.graphs[key].nbytes for key in keys)
 
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of the vectors that stay in memory where tokens are multiplied in place."""
+        if not self.execution.in_place:
+            return 0
+        return sum(math.prod(extent.shape) * F32 for extent in self.manifest.vectors.values())
+
     @cached_property
     def packed_rows(self) -> int:
         """The most rows that a BLAS packs: tokens, or in attention a group's heads x queries."""
@@ -433,11 +440,11 @@ class PeakModel:
         """Unused bytes because a tied head's gradient stays where the head's arrays lay.
 
         Unless those above it left enough room, the embedding's adapter, which is as large, finds
-        none. Where workers sum gradients, there are more such arrays, and MPI's between them.
+        none.
         """
         waiting = self.adapters.waiting
-        if not waiting or self.demand.sums_gradients:
-            return waiting
+        if not waiting:
+            return 0
         of_head = self.forward(len(self.lowered.blocks) - 1, self.demand.lanes[-1])
         if self.demand.holds_gradients:  # those of earlier micro-batches too: half was seen
             return max(0, min(waiting // 2, 3 * waiting - of_head))

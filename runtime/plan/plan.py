@@ -78,7 +78,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     limit_bytes: Natural | None = None  # that the system sets, see `runtime.plan.limit`
     predicted_peak_bytes: Natural
     minimum_bytes: Natural
-    process_bytes: Natural  # the process, its BLAS, opened graphs and the prefetch thread
+    process_bytes: Natural  # the process, its BLAS, opened graphs, kept vectors, prefetch thread
     adapter_bytes: Natural
     gradient_bytes: Natural
     weight_update_bytes: Natural = (
@@ -368,6 +368,18 @@ class Planner:
                     return msgspec.structs.replace(made, minimum_bytes=smallest)
         return made
 
+    def without_compiled(self, plan: Plan, task: Task) -> Plan:
+        """Another machine's plan for this one, which runs no compiled code: what it takes here.
+
+        In float32 `compiled` stays, since the shifts of affine groups are added to the values then,
+        which rounds otherwise than they do apart.
+        """
+        sizes, lanes = plan.sizes, plan.lanes
+        made = self.predict(task, sizes, plan.budget_bytes, plan.minimum_bytes, lanes)
+        made = self._with_choices_of(plan, task, sizes, made)
+        stays = plan.compiled and plan.compute_dtype == "float32"
+        return msgspec.structs.replace(made, lanes=lanes, compiled=stays)
+
     def _with_choices_of(self, plan: Plan, task: Task, level: Sizes, made: Plan) -> Plan:
         """A new plan that keeps activations and dequantized weights of as many layers as `plan`."""
         layers = len(self.manifest.layers)
@@ -403,7 +415,7 @@ class Planner:
         return not self.machine.packed or self.machine.device == "gpu"
 
     def _process_bytes(self, task: Task, model: PeakModel) -> int:
-        """Bytes of the process with its BLAS, opened graphs and prefetch thread."""
+        """Bytes of the process with its BLAS, opened graphs, kept vectors and prefetch thread."""
         blas = self.machine.blas
         panel = min(blas.panel_bytes, model.largest_tile_bytes)
         nbytes = self.machine.process_bytes
@@ -413,7 +425,7 @@ class Planner:
             nbytes += blas.threads * panel
             if blas.threads > 1:
                 nbytes += model.packed_rows * blas.row_bytes
-        nbytes += model.graph_file_bytes() * GRAPH_FACTOR
+        nbytes += model.graph_file_bytes() * GRAPH_FACTOR + model.vector_bytes
         if task.request.prefetch:
             nbytes += READ_AHEAD_BYTES + min(BUFFER_BYTES, model.largest_packed_bytes)
         if self.manifest.slice is not None:

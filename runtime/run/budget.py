@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,8 +36,6 @@ from runtime.plan.sizes import LEVELS
 
 EVALUATION = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), all_adapters=True, trains=False)
 """The demand of an evaluation: the adapters of all blocks, and rows that travel together."""
-DECODING = Demand(slots=0, lanes=lane_choices(DECODING_LANES), all_adapters=True, trains=False)
-"""The demand of decoding: the adapters of all blocks, and chunks of a prompt together."""
 
 
 class Wanted(NamedTuple):
@@ -115,14 +114,28 @@ def evaluation(manifest: Manifest, budget_bytes: int, max_seq_length: int) -> Wa
     return Wanted(request, EVALUATION, budget_bytes)
 
 
-def plan_decoding(bundle: Bundle, budget_bytes: int, context: int) -> Plan:
+def decoding(at_once: int) -> Demand:
+    """The demand of decoding: the adapters of all blocks, and a prompt's chunks that go together.
+
+    `at_once` are the most tokens of a prompt.
+    """
+    chunks = min(DECODING_LANES, math.ceil(at_once / CHUNK_TOKENS))
+    return replace(EVALUATION, lanes=lane_choices(chunks))
+
+
+def plan_decoding(
+    bundle: Bundle, budget_bytes: int, context: int, prompt: int | None = None
+) -> Plan:
     """The plan on this machine to decode a sequence of at most `context` tokens.
+
+    `prompt` is how many of them are known before; without it, they may be all.
 
     Raises:
         BudgetError: nothing fits.
     """
     request = Request(CHUNK_TOKENS, prefetch=False, context=context)  # read again for each token
-    wanted = Wanted(request, DECODING, budget_bytes)
+    demand = decoding(context if prompt is None else prompt)
+    wanted = Wanted(request, demand, budget_bytes)
     return make_plan(bundle.manifest, machine_for(bundle, "auto"), wanted)
 
 
@@ -222,20 +235,30 @@ def plan_of_first(chosen: Plan, manifest: Manifest, machine: Machine, wanted: Wa
 
     Raises:
         BudgetError: it does not fit.
-        UsageError: it takes compiled code, which does not run here.
     """
-    if chosen.compiled and not machine.llvm:
-        raise UsageError(
-            f"rank 0's plan, which all workers execute, dequantizes weights by compiled code: "
-            f"{lacking() or 'this process does not run it'}; mend that, leave this machine out, or "
-            "have rank 0 do without: pip uninstall llvmlite"
-        )
-    if reason := reason_to_replan(chosen, chosen, manifest, machine, wanted):
+    alike = msgspec.structs.replace(machine, llvm=machine.llvm or chosen.compiled)
+    if reason := reason_to_replan(chosen, chosen, manifest, alike, wanted):
         raise BudgetError(
             f"rank 0's plan, which all workers execute, does not fit here: {reason}; give a larger "
             "--budget, or leave this machine out"
         )
+    if chosen.compiled and not machine.llvm:
+        return _without_compiled(chosen, Planner(manifest, machine), wanted)
     return msgspec.structs.replace(chosen, limit_bytes=machine.limit_bytes)
+
+
+def _without_compiled(chosen: Plan, planner: Planner, wanted: Wanted) -> Plan:
+    """The plan of rank 0, which takes compiled code, for a machine that runs none."""
+    made = planner.without_compiled(chosen, wanted.task)
+    check_limit(planner.machine, chosen.budget_bytes, made.predicted_peak_bytes)
+    if made.predicted_peak_bytes > chosen.budget_bytes:
+        raise BudgetError(
+            f"rank 0's plan, which all workers execute, dequantizes weights by compiled code, and "
+            f"without it would take {format_bytes(made.predicted_peak_bytes)} here of a budget of "
+            f"{format_bytes(chosen.budget_bytes)} ({lacking() or 'none runs in this process'}); "
+            "mend that, give a larger --budget, or leave this machine out"
+        )
+    return made
 
 
 def check_budget(meter: Meter, plan: Plan, state: str) -> None:

@@ -264,7 +264,7 @@ def _evaluate(config: EvalConfig, scratch: Path, events: Events, team: Team) -> 
         bundle = team.joined(bundle)
         if rows.report is not None:
             events.note(rows.report.describe(manifest.buckets))
-        session = open_session(bundle, plan)
+        session = open_session(bundle, plan, note=events.note)
         adapters = Adapters.applied(manifest, adapter)
         if config.task == "labels":
             tally = LabelTally(labels_of(rows, "--task labels", "rows"))

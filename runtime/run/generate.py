@@ -70,6 +70,7 @@ class Generator:
     """A bundle with an adapter that continues prompts, and the sequence so far in its cache.
 
     context: the most tokens of a prompt and its continuation together.
+    prompt_tokens: of the longest prompt, if that is known.
 
     Raises:
         BudgetError: it does not fit the configuration's budget.
@@ -83,13 +84,14 @@ class Generator:
         encoder: Decodes,
         context: int,
         note: Note,
+        prompt_tokens: int | None = None,
     ) -> None:
         self._encoder, self.context, self._max_tokens = encoder, context, config.max_tokens
         chosen = (config.temperature, config.top_k, config.top_p, config.min_p, config.seed)
         self._sampling = Sampling(*chosen)
         adapters = Adapters.applied(bundle.manifest, adapter)
-        self.plan = plan_decoding(bundle, config.budget_bytes, context)
-        self._decoder = Decoder(open_session(bundle, self.plan), adapters)
+        self.plan = plan_decoding(bundle, config.budget_bytes, context, prompt_tokens)
+        self._decoder = Decoder(open_session(bundle, self.plan, note=note), adapters)
         if self.plan.warning:
             note(warning(self.plan.warning))
 
@@ -114,6 +116,7 @@ class Generator:
         for count in range(min(max_tokens, room)):
             logits = decoder.read(given)
             token = self._sampling.choose(logits, len(decoder.tokens))
+            del logits  # before the next are computed
             now = time.perf_counter()
             if count:
                 answer.seconds, answer.timed = now - start - answer.prompt_s, count
@@ -249,7 +252,9 @@ class Generating:
                 prompt = prompts.write(config.said)
             settings = bundle.manifest.config
             context = _within(settings, len(prompt.tokens), config.max_tokens, note)
-            generator = Generator(config, bundle, adapter, prompts.encoder, context, note)
+            generator = Generator(
+                *(config, bundle, adapter, prompts.encoder, context, note), len(prompt.tokens)
+            )
             plan = generator.plan
             self.answer.prompt_tokens, pieces = len(prompt.tokens), []
             for piece in generator.pieces(prompt, self.answer):

@@ -129,7 +129,7 @@ def _continue(
         )
     if state is None and _has_lines(folder.metrics.path):
         events.note(f"{folder.path} has no save: it is trained from its beginning")
-    session = open_session(bundle, chosen, weights)  # loads what the plan multiplies by
+    session = open_session(bundle, chosen, weights, events.note)
     if state is not None and (others := state.other_arithmetic(arithmetic())):
         events.note(warning(f"the last bits may differ from those of an unbroken run: {others}"))
     opened = Opened(config, folder, session, samples, rows, team, meter, events)

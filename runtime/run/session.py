@@ -6,18 +6,19 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from runtime.arrays.compiled_dequantize import Dequantizing
+from runtime.arrays.compiled_dequantize import Dequantizing, Plain
 from runtime.arrays.matrices import Place
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.profile import Profile
 from runtime.arrays.tiles import ReadyTile
 from runtime.arrays.weight_source import WeightSource
 from runtime.bundle.store import Bundle, open_bundle
-from runtime.core.notes import Note, silent
+from runtime.core.notes import Note, silent, warning
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
 from runtime.machine.backend import blas_threads, limit_memory, load_onednn, use_device
 from runtime.machine.glibc import place_values, trim_heap
+from runtime.machine.machine_code import lacking, why_not_kept
 from runtime.machine.onednn import share_cores
 from runtime.plan.lower import LoweredModel, lower
 from runtime.plan.plan import Plan, choose_bucket
@@ -105,11 +106,14 @@ def open_checked(path: str, device: str = "auto", note: Note = silent, workers: 
     return with_graphs(bundle, device, note)
 
 
-def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None) -> Session:
+def open_session(
+    bundle: Bundle, plan: Plan, weights: WeightSource | None = None, note: Note = silent
+) -> Session:
     """Set up the device and its limits for a plan, and map the weights, unless they are given.
 
     It also gives free heap memory back, so that none lies between later blocks, and dequantizes
-    the weights that stay dequantized before anything else is allocated.
+    the weights that stay dequantized before anything else is allocated. `note` is told if compiled
+    code cannot be kept.
     """
     use_device(bundle.manifest.device)
     by_onednn = plan.compute_dtype == "bfloat16" and bundle.manifest.device == "cpu"
@@ -129,8 +133,11 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
             in_place = PackedRows(mapped, blas_threads())
             in_place.prepare(matrices)
         if plan.compiled:
-            compiled = Dequantizing(mapped, plan.compute_dtype)
+            dequantizing = Plain if lacking() else Dequantizing
+            compiled = dequantizing(mapped, plan.compute_dtype)
             compiled.prepare(matrices)
+        if refusal := why_not_kept():
+            note(warning(refusal))
     session = Session(bundle, plan, weights, Graphs(bundle), in_place=in_place, compiled=compiled)
     session.materialize()
     return session

@@ -159,7 +159,7 @@ def _begin(
     team.share(files_of(fixed, folder, chosen, None))
     bundle = team.joined(bundle)
     weights = weights_of(fixed, bundle, chosen, folder, 0)
-    session = open_session(bundle, chosen, weights)
+    session = open_session(bundle, chosen, weights, events.note)
     opened = Opened(fixed, folder, session, samples, rows, team, meter, events)
     adapters, running = opened.first_state()
     invite(opened)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.compiled import require_compiled
 
-from runtime.core.errors import StorageError, UsageError
+from runtime.core.errors import UsageError
 from runtime.machine import compiling_process, machine_code
-from runtime.machine.machine_code import compile_all, function, lacking
+from runtime.machine.machine_code import compile_all, function, lacking, why_not_kept
 
 # constants that lie beside the code, which has to find them
 TABLE = """
@@ -31,6 +33,8 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lacking.cache_clear()
     function.cache_clear()
+    monkeypatch.setattr(machine_code, "_own", {})
+    monkeypatch.setattr(machine_code, "_refusals", [])
     return tmp_path / "ondevice/code"
 
 
@@ -70,7 +74,7 @@ def test_what_cannot_be_compiled_or_mapped_is_said(
     calls = "declare void @elsewhere()\ndefine void @f() {\n  call void @elsewhere()\n  ret void\n}"
     with pytest.raises(UsageError, match="the code refers to something else"):
         function(calls, 0)
-    assert not list(own_cache.iterdir())
+    assert not own_cache.exists()
     assert lacking() == ""
 
     def forbidden(*_: object, **__: object) -> int:
@@ -103,14 +107,72 @@ def test_a_process_that_does_not_compile_is_said(monkeypatch: pytest.MonkeyPatch
             compile_all([TABLE.format(first=1)])
 
 
-def test_something_else_in_place_of_code_is_named(own_cache: Path) -> None:
-    looked_up(text := TABLE.format(first=4), 0)
-    (kept,) = own_cache.iterdir()
+def is_a_file(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code.parent.write_text("no folder")
+
+
+def is_full(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+
+
+def is_nowhere(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr(Path, "home", no_home)
+
+
+def has_a_folder_in_place_of_code(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up(TABLE.format(first=4), 0)
+    (kept,) = code.iterdir()
     kept.unlink()
     kept.mkdir()
     function.cache_clear()
-    with pytest.raises(StorageError, match=r"cannot write .*directory"):
-        function(text, 2)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (is_a_file, "cannot write"),
+        (is_full, "the disk is full"),
+        (is_nowhere, "no home directory"),
+        (has_a_folder_in_place_of_code, "directory"),
+    ],
+)
+def test_code_runs_where_the_cache_folder_does_not_keep_it(
+    own_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Path, pytest.MonkeyPatch], None],
+    reason: str,
+) -> None:
+    spoil(own_cache, monkeypatch)
+    assert not why_not_kept()
+    assert looked_up(text := TABLE.format(first=4), 0) == 4
+    assert reason in why_not_kept() and "set XDG_CACHE_HOME" in why_not_kept()
+    function.cache_clear()
+    monkeypatch.setattr("os.posix_spawn", None)  # this process has it
+    assert looked_up(text, 1) == 20
+
+
+def test_code_runs_from_memory_where_the_cache_folder_forbids_it(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    mmap = machine_code.mmap.mmap
+
+    def not_from_disk(file: int, *rest: int) -> object:
+        tried.append(str(Path(f"/proc/self/fd/{file}").readlink()))
+        if tried[-1].startswith(str(own_cache)):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return mmap(file, *rest)
+
+    monkeypatch.setattr("runtime.machine.machine_code.mmap.mmap", not_from_disk)
+    assert looked_up(TABLE.format(first=5), 0) == 5
+    assert len(tried) == 2 and len([*own_cache.iterdir()]) == 1 and not why_not_kept()
 
 
 def test_a_status_that_the_system_does_not_keep_is_not_needed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ import pytest
 from support.exchange import NEEDS_MPI, in_turn, mpirun, on_workers, processes
 
 from runtime.core.errors import UsageError
-from runtime.parallel.exchange import Alone, Exchange
+from runtime.parallel.exchange import PIECE_VALUES, Alone, Exchange
 
 NAN = struct.unpack("<d", bytes.fromhex("0df0adde0000fc7f"))[0]  # with a payload
 HARD = [0.1, -0.0, 5e-324, -math.inf, NAN, 1.7976931348623157e308]
@@ -63,6 +64,41 @@ def sums_of(size: int) -> list[Any]:
 def test_arrays_are_added_in_rank_order(size: int) -> None:
     assert summed(Alone()) == sums_of(1)
     assert in_turn(size, summed) == [sums_of(size)] * size
+
+
+def summed_in_place(exchange: Exchange) -> list[Any]:
+    """The sums of arrays (R, C) of all workers, of rows and of columns that lie together."""
+    values = np.arange(40, dtype=np.float32).reshape(10, 4) * (exchange.rank + 1)
+    arrays = mx.array(values), mx.array(values).T, mx.array(values)[::2]
+    return [exchange.add_in_place(array).tolist() for array in arrays]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_arrays_are_added_in_place_and_piece_by_piece(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most: list[int] = []
+    add = Exchange.add
+
+    def of_pieces(self: Exchange, arrays: Sequence[mx.array]) -> list[mx.array]:
+        most.append(max(array.size for array in arrays))
+        return add(self, arrays)
+
+    monkeypatch.setattr("runtime.parallel.exchange.PIECE_VALUES", 12)
+    monkeypatch.setattr(Exchange, "add", of_pieces)
+    own = np.arange(40, dtype=np.float32).reshape(10, 4) * sum(range(size + 1))
+    assert in_turn(size, summed_in_place) == [[a.tolist() for a in (own, own.T, own[::2])]] * size
+    assert max(most) == 12
+
+
+def test_a_large_array_is_not_copied_to_be_added() -> None:
+    array = mx.ones((1 << 18, 8))
+    mx.eval(array)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    values = np.array(array, copy=False)
+    assert np.shares_memory(values, np.array(Alone().add_in_place(array), copy=False))
+    assert mx.get_peak_memory() - before < 4 * PIECE_VALUES * 4 < array.nbytes / 4
 
 
 @NEEDS_MPI

@@ -248,3 +248,19 @@ def test_perturbed_copies_of_an_embeddings_adapter_are_counted(
         method._perturb(copies, bundle.manifest.blocks[0], 0, points)
     expected = peaks.adapters.perturbing + peaks.adapters.only_in_layers
     assert 0.9 * expected <= found.most <= expected + 1000  # random keys
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_workers_copy_the_gradients_of_layers_alone(tiny: Tiny, family: str) -> None:
+    """Those of the embedding and the head are summed in their place."""
+    targets = ("q_proj", *tiny(family).manifest.outside_names)
+    manifest = with_lora(tiny(family), targets=targets, rank=64).manifest
+    task, sizes = task_of(16), Sizes(10_000, 16)
+    sharing = task._replace(demand=replace(task.demand, sums_gradients=True))
+    alone, shared = (peak_model_of(manifest, one, sizes) for one in (task, sharing))
+    of_layer = max(map(alone.adapters.of, manifest.layers))
+    assert alone.adapters.outside > of_layer
+    assert shared.adapters.gradients - alone.adapters.gradients == 2 * of_layer
+    assert shared.hole_bytes == alone.hole_bytes
+    for index in range(len(manifest.blocks)):
+        assert shared.block(index, 1) == alone.block(index, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,9 +31,9 @@ from runtime.methods.adapters import Adapters
 from runtime.operations.attention import CachedAttention
 from runtime.operations.values import CHUNK_TOKENS, DECODED_TOKENS
 from runtime.plan.lower import lower
-from runtime.plan.plan import Plan, Planner, Request, Task
+from runtime.plan.plan import DECODING_LANES, Plan, Planner, Request, Task
 from runtime.plan.sizes import LEVELS
-from runtime.run.budget import DECODING, plan_decoding
+from runtime.run.budget import decoding, plan_decoding
 from runtime.run.decoder import Decoder
 from runtime.run.lora import to_apply
 from runtime.run.session import open_session
@@ -116,6 +117,9 @@ def test_matrices_of_any_layout_are_decoded(
         decoder = Decoder(open_session(bundle, plan_of(bundle, kind)), adapters)
         for end, logits in read_in_parts(decoder, tokens, rng).items():
             assert agrees(logits, expected[end - 1])
+        if (products := decoder.session.in_place) is not None:  # each once, as the plan counts them
+            kept, vectors = products.vectors, bundle.manifest.vectors
+            assert kept and all(kept[name].size == math.prod(vectors[name].shape) for name in kept)
 
 
 @pytest.mark.parametrize("model_type", ["phi3", pytest.param("nemotron", marks=pytest.mark.slow)])
@@ -163,11 +167,14 @@ def test_a_token_is_multiplied_where_weights_lie_if_they_can_be(tiny: Tiny) -> N
     machine, request = replace(LINUX, llvm=True), Request(CHUNK_TOKENS, False, context=CONTEXT)
 
     def plan(bundle: Bundle, budget_bytes: int) -> Plan:
-        return Planner(bundle.manifest, machine).plan(Task(request, DECODING), budget_bytes)
+        return Planner(bundle.manifest, machine).plan(
+            Task(request, decoding(CONTEXT)), budget_bytes
+        )
 
     generous = plan(tiny("qwen2"), 10**9)
     assert generous.in_place
-    assert plan(tiny("qwen2"), generous.minimum_bytes).in_place
+    kept = 100_000  # more than its vectors, which are read again elsewhere
+    assert plan(tiny("qwen2"), generous.minimum_bytes + kept).in_place
     for layouts in ("float16", "mixed"):  # of which some matrices, or all, are not multiplied so
         assert not plan(tiny("qwen2", layouts=layouts), 10**9).in_place
 
@@ -245,6 +252,14 @@ def test_the_plan_counts_the_cache_and_refuses_what_does_not_fit(tiny: Tiny) -> 
     assert twice.predicted_peak_bytes > plan.predicted_peak_bytes
     with pytest.raises(BudgetError, match=r"at 1000000 tokens; the smallest that fits is .*B"):
         plan_decoding(bundle, 200_000_000, 1_000_000)
+
+
+def test_a_plan_counts_as_many_chunks_together_as_the_prompt_has(tiny: Tiny) -> None:
+    bundle = tiny("qwen2")
+    plans = [plan_decoding(bundle, 10**9, 1000, prompt) for prompt in (1, 16, 17, 40, None)]
+    assert [plan.lanes for plan in plans] == [1, 1, 2, 3, DECODING_LANES]
+    peaks = [plan.predicted_peak_bytes for plan in plans]
+    assert peaks[0] == peaks[1] < peaks[2] < peaks[3] < peaks[4]
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
