@@ -15,7 +15,6 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.dequantize import ABSORBED, codes
 from runtime.arrays.stored import Matrix
 from runtime.machine.machine_code import compile_all, function
 
@@ -167,32 +166,3 @@ class Dequantizing:
         assert scales is not None, "a matrix in floating point is converted"
         key = (matrix.bits, matrix.group_size, scales.dtype, matrix.biases is not None)
         return text_of(*key, self.dtype)
-
-
-class Plain(Dequantizing):
-    """The same float32 values by NumPy, for a process that shares a plan but compiles nothing."""
-
-    def prepare(self, matrices: Iterable[Matrix]) -> None:
-        """Does nothing."""
-
-    def tile(
-        self, matrix: Matrix, start: int, stop: int, by_columns: bool
-    ) -> tuple[npt.NDArray[Any], mx.array | None]:
-        """See `Dequantizing.tile`."""
-        assert matrix.scales is not None and self.adds_shifts
-        dtype, bits = matrix.scales.dtype, matrix.bits
-        with self.weights.mapped(matrix, start, stop, by_columns) as (words, *of_groups):
-            scales, *biases = (_float32(part, dtype) for part in of_groups)
-            signed = codes(np.ascontiguousarray(words), bits)
-        values = signed.reshape(*scales.shape, -1).astype(np.float32)  # (R, G, C / G)
-        values *= (scales * np.float32(ABSORBED[bits]))[..., None]
-        for bias in biases:
-            values += (bias + scales * np.float32(1 << (bits - 1)))[..., None]
-        return values.reshape(len(scales), -1), None
-
-
-def _float32(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
-    """Values of the map, whose 16 bits are unsigned integers, as float32."""
-    if dtype == "bfloat16":
-        return (stored.astype(np.uint32) << 16).view(np.float32)
-    return (stored.view(np.float16) if dtype == "float16" else stored).astype(np.float32)

@@ -368,18 +368,6 @@ class Planner:
                     return msgspec.structs.replace(made, minimum_bytes=smallest)
         return made
 
-    def without_compiled(self, plan: Plan, task: Task) -> Plan:
-        """Another machine's plan for this one, which runs no compiled code: what it takes here.
-
-        In float32 `compiled` stays, since the shifts of affine groups are added to the values then,
-        which rounds otherwise than they do apart.
-        """
-        sizes, lanes = plan.sizes, plan.lanes
-        made = self.predict(task, sizes, plan.budget_bytes, plan.minimum_bytes, lanes)
-        made = self._with_choices_of(plan, task, sizes, made)
-        stays = plan.compiled and plan.compute_dtype == "float32"
-        return msgspec.structs.replace(made, lanes=lanes, compiled=stays)
-
     def _with_choices_of(self, plan: Plan, task: Task, level: Sizes, made: Plan) -> Plan:
         """A new plan that keeps activations and dequantized weights of as many layers as `plan`."""
         layers = len(self.manifest.layers)

@@ -235,30 +235,20 @@ def plan_of_first(chosen: Plan, manifest: Manifest, machine: Machine, wanted: Wa
 
     Raises:
         BudgetError: it does not fit.
+        UsageError: it takes compiled code, which does not run here.
     """
-    alike = msgspec.structs.replace(machine, llvm=machine.llvm or chosen.compiled)
-    if reason := reason_to_replan(chosen, chosen, manifest, alike, wanted):
+    if chosen.compiled and not machine.llvm:
+        raise UsageError(
+            f"rank 0's plan, which all workers execute, dequantizes weights by compiled code: "
+            f"{lacking() or 'this process does not run it'}; mend that, leave this machine out, or "
+            "have rank 0 do without: pip uninstall llvmlite"
+        )
+    if reason := reason_to_replan(chosen, chosen, manifest, machine, wanted):
         raise BudgetError(
             f"rank 0's plan, which all workers execute, does not fit here: {reason}; give a larger "
             "--budget, or leave this machine out"
         )
-    if chosen.compiled and not machine.llvm:
-        return _without_compiled(chosen, Planner(manifest, machine), wanted)
     return msgspec.structs.replace(chosen, limit_bytes=machine.limit_bytes)
-
-
-def _without_compiled(chosen: Plan, planner: Planner, wanted: Wanted) -> Plan:
-    """The plan of rank 0, which takes compiled code, for a machine that runs none."""
-    made = planner.without_compiled(chosen, wanted.task)
-    check_limit(planner.machine, chosen.budget_bytes, made.predicted_peak_bytes)
-    if made.predicted_peak_bytes > chosen.budget_bytes:
-        raise BudgetError(
-            f"rank 0's plan, which all workers execute, dequantizes weights by compiled code, and "
-            f"without it would take {format_bytes(made.predicted_peak_bytes)} here of a budget of "
-            f"{format_bytes(chosen.budget_bytes)} ({lacking() or 'none runs in this process'}); "
-            "mend that, give a larger --budget, or leave this machine out"
-        )
-    return made
 
 
 def check_budget(meter: Meter, plan: Plan, state: str) -> None:

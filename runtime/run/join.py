@@ -27,7 +27,6 @@ from runtime.core.errors import (
 )
 from runtime.core.notes import Note, warning
 from runtime.core.signals import Stop, catching_signals, cause
-from runtime.machine.machine_code import lacking
 from runtime.methods.log import descent_in, update_of
 from runtime.methods.zeroth.log_header import Header
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
@@ -91,8 +90,6 @@ def helper_of(
     facts = {**versions(), **of_bundle(open_bundle(own["bundle"]))}
     require_same(description.facts, facts, COORDINATOR, WORKER)
     with worker(scratch, own, Team()) as trainer:
-        if trainer.session.plan.compiled and (why := lacking()):
-            note(warning(f"this worker dequantizes by NumPy, which takes longer: {why}"))
         yield Helper(trainer, guest, description, stop, note)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from runtime.arrays.compiled_dequantize import Dequantizing, Plain
+from runtime.arrays.compiled_dequantize import Dequantizing
 from runtime.arrays.matrices import Place
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.profile import Profile
@@ -18,7 +18,7 @@ from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
 from runtime.machine.backend import blas_threads, limit_memory, load_onednn, use_device
 from runtime.machine.glibc import place_values, trim_heap
-from runtime.machine.machine_code import lacking, why_not_kept
+from runtime.machine.machine_code import why_not_kept
 from runtime.machine.onednn import share_cores
 from runtime.plan.lower import LoweredModel, lower
 from runtime.plan.plan import Plan, choose_bucket
@@ -133,8 +133,7 @@ def open_session(
             in_place = PackedRows(mapped, blas_threads())
             in_place.prepare(matrices)
         if plan.compiled:
-            dequantizing = Plain if lacking() else Dequantizing
-            compiled = dequantizing(mapped, plan.compute_dtype)
+            compiled = Dequantizing(mapped, plan.compute_dtype)
             compiled.prepare(matrices)
         if refusal := why_not_kept():
             note(warning(refusal))

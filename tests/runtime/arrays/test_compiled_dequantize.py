@@ -20,7 +20,7 @@ from support.models import CLOSE, adapters_of, mebp, model_of, rows_of
 
 from runtime.arrays import packed_rows
 from runtime.arrays.arrays import CpuArrays
-from runtime.arrays.compiled_dequantize import Dequantizing, Plain, Stored, text_of
+from runtime.arrays.compiled_dequantize import Dequantizing, Stored, text_of
 from runtime.arrays.dequantize import dense, dequantize
 from runtime.arrays.products import BufferProducts, Float32Products
 from runtime.arrays.stored import Extent, Matrix
@@ -94,8 +94,6 @@ def test_every_bit_is_that_of_the_reference(
         tile = weights.tile(start, stop, by_columns)
         values, shift = Dequantizing(weights, "float32").tile(matrix, start, stop, by_columns)
         assert shift is None
-        plain, shift = Plain(weights, "float32").tile(matrix, start, stop, by_columns)
-        assert shift is None and (plain == values).all()
         assert (values == np.array(dense(tile, bits, arrays))).all()
         if "bfloat16" not in DTYPES:
             continue

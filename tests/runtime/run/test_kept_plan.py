@@ -15,7 +15,7 @@ from support.runs import adapter, replaced
 
 from runtime.config.base import load
 from runtime.config.train import TrainConfig
-from runtime.core.errors import BudgetError, BundleError
+from runtime.core.errors import BudgetError, BundleError, UsageError
 from runtime.machine.backend import arithmetic
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Heap, Machine
@@ -333,25 +333,13 @@ def test_a_damaged_plan_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatc
     assert adapter(stopped) == before
 
 
-def test_a_worker_without_compiled_code_does_without(tiny: Tiny) -> None:
-    manifest, task = tiny("gemma3").manifest, task_of(32)
+def test_a_worker_without_compiled_code_refuses_a_plan_that_takes_it(tiny: Tiny) -> None:
+    manifest = tiny("gemma3").manifest
+    task = task_of(32)
+    wanted = budget.Wanted(task.request, task.demand, BUDGET)
     compiled = msgspec.structs.replace(LINUX, llvm=True)
-
-    def planned(budget_bytes: int) -> tuple[Plan, budget.Wanted]:
-        wanted = budget.Wanted(task.request, task.demand, budget_bytes)
-        return budget.make_plan(manifest, compiled, wanted), wanted
-
-    chosen, wanted = planned(BUDGET)
+    chosen = budget.make_plan(manifest, compiled, wanted)
     assert chosen.compiled
     assert budget.plan_of_first(chosen, manifest, compiled, wanted) == chosen
-    own = budget.plan_of_first(chosen, manifest, LINUX, wanted)
-    assert (own.sizes, own.lanes) == (chosen.sizes, chosen.lanes)
-    assert own.kept_layers == chosen.kept_layers
-    assert own.materialized_layers == chosen.materialized_layers
-    assert own.predicted_peak_bytes > chosen.predicted_peak_bytes  # the codes beside the values
-    tight = own.predicted_peak_bytes - 1
-    with pytest.raises(BudgetError, match=r"by compiled code, .*leave this machine out"):
-        budget.plan_of_first(
-            msgspec.structs.replace(chosen, budget_bytes=tight),
-            *(manifest, LINUX, wanted._replace(budget_bytes=tight)),
-        )
+    with pytest.raises(UsageError, match=r"by compiled code: .*leave this machine out"):
+        budget.plan_of_first(chosen, manifest, LINUX, wanted)
