@@ -54,7 +54,7 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share_of_backward: Share = 0.045
     share_beside_mapped: Share = 0.03
     share_of_logits: Share = 0.7
-    share_of_kept: Share = 0.058
+    share_of_kept: Share = 0.02
     share_of_wider: Share = 0.33
 
 

@@ -21,7 +21,6 @@ from runtime.operations.values import F32, is_parameter
 
 MOST_TOKENS = 512  # at once: with more, reading and dequantizing hardly take less of the time
 RANKS = 3  # arrays (T, r): what adapters have of the input, and of the sums over slices
-BESIDE_HALVES = 1.5  # hidden states; seen: Phi-4-mini's 32 layers took 4.7 MB more than planned
 
 
 class SlicedMlp(Function, frozen=True):
@@ -106,13 +105,6 @@ class SlicedMlp(Function, frozen=True):
         held += execution.rounded_bytes(tokens * (down.rows + width))  # of dy, and of a slice's
         part = inputs if call.wanted and tokens < call.tokens else 0  # of the result
         return summed + held + part
-
-    def hole_bytes(self, call: Call, execution: Execution) -> int:
-        """Of halves of one matrix, an upper bound of what was seen; its cause is not known."""
-        parts = self.parts(call.tensor, execution.tables.matrices)
-        if len(parts) == len({matrix.packed.offset for _, matrix, _ in parts}):
-            return 0
-        return int(BESIDE_HALVES * call.lanes * call.tokens * parts[0][1].columns * F32)
 
     def parts(
         self, tensor: Callable[[str], str], tables: Mapping[str, Matrix]

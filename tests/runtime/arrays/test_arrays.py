@@ -49,6 +49,26 @@ def test_little_is_allocated_ahead_on_a_cpu(
     assert 1 <= arrays < max(2, working, share) + 1.5  # all ten otherwise
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="nothing is bounded there")
+@pytest.mark.parametrize(("working", "expected"), [(1, 0), (4, 1), (6, 3)])
+def test_a_limit_leaves_room_for_what_passes_it(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, working: int, expected: int
+) -> None:
+    """Twice a result, here of three arrays, of all that it and the work take."""
+    monkeypatch.setattr(backend, "_planned", [0])
+    limits = []
+    set_limit = mx.set_memory_limit
+    monkeypatch.setattr(mx, "set_memory_limit", lambda n: limits.append(n) or set_limit(n))
+    x = mx.array(rng.standard_normal(VALUES).astype(np.float32))
+    mx.eval(x)
+    gc.collect()
+    before = mx.get_active_memory()
+    result = mx.concatenate([mx.tanh(x + index) for index in range(3)])
+    CpuArrays().evaluate([result], working * VALUES * 4)
+    allowed = (limits[0] - before) / (VALUES * 4)
+    assert expected - 0.01 <= allowed < expected + 0.1
+
+
 @pytest.mark.parametrize("limit", [0, 1 << 61])
 def test_an_evaluation_leaves_the_memory_limit_as_it_was(rng: Rng, limit: int) -> None:
     before = mx.set_memory_limit(limit)
