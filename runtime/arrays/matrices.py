@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays
 from runtime.arrays.compiled_dequantize import Dequantizing
+from runtime.arrays.compiled_products import MapTiles
 from runtime.arrays.dequantize import dense
 from runtime.arrays.packed_rows import Floats, PackedRows
 from runtime.arrays.products import Float32Products, Products
@@ -48,7 +49,7 @@ class Matrices:
     other_products: Products | None = None
     in_place: PackedRows | None = None
     stacked_rows: Mapping[int, int] = field(default_factory=dict)
-    compiled: Dequantizing | None = None
+    compiled: Dequantizing | MapTiles | None = None
     _of_block: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
@@ -102,6 +103,8 @@ class Matrices:
         one by one they would lie between the holes of freed arrays, into which later tiles do not
         fit. `at_once` are the rows of a tile, if they are not the matrix's own.
         """
+        if isinstance(self.compiled, MapTiles):
+            return
         if self.packed:
             for matrix in chosen:
                 for start, stop in self.ranges(matrix, at_once):
@@ -130,6 +133,13 @@ class Matrices:
         for first in range(0, count, each):
             for start in range(first, first + each, step):
                 yield start, min(first + each, start + step)
+
+    def taken(self, matrix: Matrix) -> Iterator[tuple[int, int]]:
+        """The rows, or columns, that a product takes at once: all, where no tile is in memory."""
+        if isinstance(self.compiled, MapTiles) and not matrix.is_float:
+            yield 0, matrix.columns if self.by_columns(matrix) else matrix.rows
+        else:
+            yield from self.ranges(matrix)
 
     def _shape(self, matrix: Matrix, start: int, stop: int) -> tuple[Matrix, int, int]:
         if self.by_columns(matrix):

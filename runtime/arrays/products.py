@@ -8,6 +8,7 @@ each product too; the reference is `tests.oracles.bfloat16`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -23,6 +24,37 @@ from runtime.machine.openblas import OpenBlas
 Factor = Any
 """A matrix as products take it: `mx.array`, or the bits of bfloat16 values."""
 Bits = npt.NDArray[np.uint16]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """u b (T, N), of u (T, r) and some columns of b (r, M), which is added to a product.
+
+    Of `transposed` b it is u b^T, of some rows of b (M, r). u and b are evaluated.
+    """
+
+    u: mx.array
+    b: mx.array
+    transposed: bool = False
+    columns: slice | None = None  # all
+
+    @property
+    def rank(self) -> int:
+        return int(self.u.shape[1])
+
+    @property
+    def views(self) -> tuple[Floats, Floats]:
+        """u, its rows one after the other, and b (r, N)."""
+        b = view(self.b).T if self.transposed else view(self.b)
+        b = b if self.columns is None else b[:, self.columns]
+        return np.ascontiguousarray(view(self.u)), b
+
+    def onto(self, y: mx.array) -> mx.array:
+        """y (T, N) with the product added, lazy."""
+        b = self.b.T if self.transposed else self.b
+        b = b if self.columns is None else b[:, self.columns]
+        return mx.addmm(y, self.u.astype(y.dtype), b.astype(y.dtype))
 
 
 class Products(Protocol):
@@ -38,14 +70,20 @@ class Products(Protocol):
     def factor(self, x: mx.array) -> Factor:
         """x (T, N) as a factor on the left."""
 
-    def by_columns(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
-        """x w^T (T, R) for x (T, C) and w (R, C), added to `onto` if it is given."""
+    def by_columns(
+        self, x: Factor, w: Factor, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        """x w^T (T, R) for x (T, C) and w (R, C), with `onto` and `added` if they are given."""
 
-    def put(self, x: Factor, w: Factor, whole: mx.array, where: slice) -> None:
-        """x w^T (T, R), for w (R, C), as some columns of a larger array."""
+    def put(
+        self, x: Factor, w: Factor, whole: mx.array, where: slice, added: LowRank | None = None
+    ) -> None:
+        """x w^T (T, R), for w (R, C), and `added`, as some columns of a larger array."""
 
-    def by_rows(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
-        """x w (T, C) for x (T, R) and w (R, C), added to `onto` if it is given."""
+    def by_rows(
+        self, x: Factor, w: Factor, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        """x w (T, C) for x (T, R) and w (R, C), with `onto` and `added` if they are given."""
 
     def empty(self, rows: int, columns: int) -> Factor:
         """Memory for what `dequantize` returns of a tile (rows, columns)."""
@@ -71,14 +109,20 @@ class Float32Products:
     def factor(self, x: mx.array) -> mx.array:
         return x
 
-    def by_columns(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
-        return x @ w.T if onto is None else mx.addmm(onto, x, w.T)
+    def by_columns(
+        self, x: mx.array, w: mx.array, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        return _with(x @ w.T if onto is None else mx.addmm(onto, x, w.T), added)
 
-    def put(self, x: mx.array, w: mx.array, whole: mx.array, where: slice) -> None:
-        self.arrays.put(whole, (slice(None), where), self.by_columns(x, w, None))
+    def put(
+        self, x: Factor, w: Factor, whole: mx.array, where: slice, added: LowRank | None = None
+    ) -> None:
+        self.arrays.put(whole, (slice(None), where), self.by_columns(x, w, None, added))
 
-    def by_rows(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
-        return x @ w if onto is None else mx.addmm(onto, x, w)
+    def by_rows(
+        self, x: mx.array, w: mx.array, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        return _with(x @ w if onto is None else mx.addmm(onto, x, w), added)
 
     def empty(self, rows: int, columns: int) -> mx.array:
         made = mx.zeros((rows, columns))
@@ -105,11 +149,15 @@ class GpuBfloat16Products(Float32Products):
     def factor(self, x: mx.array) -> mx.array:
         return x.astype(mx.bfloat16)
 
-    def by_columns(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
-        return self._sum(x @ w.T, onto)
+    def by_columns(
+        self, x: mx.array, w: mx.array, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        return _with(self._sum(x @ w.T, onto), added)
 
-    def by_rows(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
-        return self._sum(x @ w, onto)
+    def by_rows(
+        self, x: mx.array, w: mx.array, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        return _with(self._sum(x @ w, onto), added)
 
     def _sum(self, product: mx.array, onto: mx.array | None) -> mx.array:
         return product.astype(mx.float32) if onto is None else onto + product
@@ -136,14 +184,23 @@ class BufferProducts:
     def factor(self, x: mx.array) -> Factor:
         return np.ascontiguousarray(view(x))
 
-    def by_columns(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
-        return self._multiply(x, w.T, onto)
+    def by_columns(
+        self, x: Factor, w: Factor, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        return _with(self._multiply(x, w.T, onto), added)
 
-    def put(self, x: Factor, w: Factor, whole: mx.array, where: slice) -> None:
-        self.library.multiply(x, w.T, view(whole)[:, where], add=False)
+    def put(
+        self, x: Factor, w: Factor, whole: mx.array, where: slice, added: LowRank | None = None
+    ) -> None:
+        if added is None:
+            self.library.multiply(x, w.T, view(whole)[:, where], add=False)
+        else:
+            self.arrays.put(whole, (slice(None), where), self.by_columns(x, w, None, added))
 
-    def by_rows(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
-        return self._multiply(x, w, onto)
+    def by_rows(
+        self, x: Factor, w: Factor, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        return _with(self._multiply(x, w, onto), added)
 
     def _multiply(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
         """The product, in place of `onto`."""
@@ -192,6 +249,10 @@ class OneDnnProducts(BufferProducts):
 
     def rounded(self, x: mx.array) -> mx.array:
         return x.astype(mx.bfloat16).astype(mx.float32)
+
+
+def _with(y: mx.array, added: LowRank | None) -> mx.array:
+    return y if added is None else added.onto(y)
 
 
 def products_for(compute_dtype: str, arrays: Arrays, library: OneDnn | OpenBlas | None) -> Products:

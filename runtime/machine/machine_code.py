@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +27,8 @@ from runtime.core.version import installed_version
 from runtime.machine import compiling_process
 from runtime.machine.processor import cpu_flags, model
 
-Function = Callable[..., None]
+Function = Any
+"""It takes addresses and 64-bit integers, returns nothing, and has its own `address`."""
 EXTRA = "pip install 'ondevice-tune[llvmlite]'"
 DIGEST_BYTES = 32
 PROBE = "define void @probe(ptr %at) {\n  store i64 42, ptr %at\n  ret void\n}\n"
@@ -125,6 +126,7 @@ def function(text: str, arguments: int) -> Function:
     octets = np.frombuffer(mapped, np.uint8)
     made: Any = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(octets.ctypes.data)
     made.mapped = octets  # as long as the function can be called
+    made.address = octets.ctypes.data
     return made  # type: ignore[no-any-return]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from runtime.arrays.compiled_dequantize import Dequantizing
+from runtime.arrays.compiled_products import MapTiles
 from runtime.arrays.matrices import Place
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.profile import Profile
@@ -35,7 +36,7 @@ class Session:
     graphs: Graphs
     profile: Profile = field(default_factory=Profile)
     in_place: PackedRows | None = None
-    compiled: Dequantizing | None = None
+    compiled: Dequantizing | MapTiles | None = None
     _models: dict[int, Model] = field(default_factory=dict)
     _materialized: dict[Place, ReadyTile] = field(default_factory=dict)
 
@@ -129,7 +130,13 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
             in_place = PackedRows(mapped, blas_threads())
             in_place.prepare(matrices)
         if plan.compiled:
-            compiled = Dequantizing(mapped, plan.compute_dtype)
+            if by_onednn:
+                compiled = Dequantizing(mapped, plan.compute_dtype)
+            else:
+                compiled = MapTiles(mapped, blas_threads())
+                import ctypes
+                import os
+                if os.environ.get("BT"): ctypes.CDLL(None).openblas_set_num_threads(int(os.environ["BT"]))
             compiled.prepare(matrices)
     session = Session(bundle, plan, weights, Graphs(bundle), in_place=in_place, compiled=compiled)
     session.materialize()

@@ -1,0 +1,147 @@
+"""Threads that share compiled work, and wait for it briefly before they sleep.
+
+Work is a function in LLVM's language of the addresses of a job and of a thread's own memory; it
+takes part after part of the job until none is left, counting in the job's first number. A thread
+that comes late, or that the system runs elsewhere, is not waited for unless it has begun a part.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from functools import cache
+from queue import SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.machine.machine_code import Function, compile_all, function
+
+SPINS = 4000  # of some 40 ns, before a thread sleeps: to wake it takes 50 us
+CODE, ASLEEP = 2, 3  # after the ticket and the number of threads inside
+FIRST = 8  # where a job begins in the numbers that threads share: on a line of the cache of its own
+MOST = 24
+
+# The ticket is odd while a job can be begun. A thread counts itself in (at 1), and looks again.
+LEAD = """define void @lead(ptr %shared, ptr %own) {
+begin:
+  %code_at = getelementptr i64, ptr %shared, i64 2
+  %code = load ptr, ptr %code_at
+  %job = getelementptr i64, ptr %shared, i64 8
+  %opened = atomicrmw add ptr %shared, i64 1 seq_cst
+  call void %code(ptr %job, ptr %own)
+  %closed = atomicrmw add ptr %shared, i64 1 seq_cst
+  %inside_at = getelementptr i64, ptr %shared, i64 1
+  br label %wait
+wait:
+  %inside = load atomic i64, ptr %inside_at seq_cst, align 8
+  %none = icmp eq i64 %inside, 0
+  call void @llvm.x86.sse2.pause()
+  br i1 %none, label %end, label %wait
+end:
+  ret void
+}
+declare void @llvm.x86.sse2.pause()
+"""
+SERVE = """define void @serve(ptr %shared, ptr %own, i64 %spins) {
+begin:
+  %inside_at = getelementptr i64, ptr %shared, i64 1
+  %code_at = getelementptr i64, ptr %shared, i64 2
+  %job = getelementptr i64, ptr %shared, i64 8
+  br label %look
+look:
+  %left = phi i64 [%spins, %begin], [%fewer, %idle], [%spins, %leave]
+  %last = phi i64 [0, %begin], [%last, %idle], [%ticket, %leave]
+  %ticket = load atomic i64, ptr %shared seq_cst, align 8
+  %odd = trunc i64 %ticket to i1
+  %new = icmp ne i64 %ticket, %last
+  %begins = and i1 %odd, %new
+  br i1 %begins, label %enter, label %idle
+idle:
+  call void @llvm.x86.sse2.pause()
+  %fewer = sub i64 %left, 1
+  %more = icmp ne i64 %fewer, 0
+  br i1 %more, label %look, label %end
+enter:
+  %entered = atomicrmw add ptr %inside_at, i64 1 seq_cst
+  %again = load atomic i64, ptr %shared seq_cst, align 8
+  %same = icmp eq i64 %again, %ticket
+  br i1 %same, label %run, label %leave
+run:
+  %code = load ptr, ptr %code_at
+  call void %code(ptr %job, ptr %own)
+  br label %leave
+leave:
+  %left_it = atomicrmw sub ptr %inside_at, i64 1 seq_cst
+  br label %look
+end:
+  ret void
+}
+declare void @llvm.x86.sse2.pause()
+"""
+
+
+class Team:
+    """So many threads, the caller's included; each has `own` float32 values of its own."""
+
+    def __init__(self, threads: int, own: int) -> None:
+        self.threads = threads
+        self._shared = np.zeros(FIRST + MOST, np.int64)
+        self._memory = [_aligned(own) for _ in range(threads)]
+        self._tokens: SimpleQueue[None] = SimpleQueue()
+        self._one_job = threading.Lock()
+        self._lead = function(LEAD, 2)
+        serve = function(SERVE, 3)
+        for memory in self._memory[1:]:
+            given = (serve, self._shared, memory, self._tokens)
+            threading.Thread(target=_serve, args=given, daemon=True).start()
+
+    def run(self, work: Function, job: Sequence[int]) -> None:
+        """Do a job of at most `MOST` numbers, the first of which is 0, by all threads."""
+        shared = self._shared
+        with self._one_job:
+            shared[FIRST : FIRST + len(job)] = job
+            shared[CODE] = work.address
+            if shared[ASLEEP]:
+                shared[ASLEEP] = 0
+                for _ in self._memory[1:]:
+                    self._tokens.put(None)
+            self._lead(shared.ctypes.data, self._memory[0].ctypes.data)
+
+
+def _serve(
+    serve: Function,
+    shared: npt.NDArray[np.int64],
+    memory: npt.NDArray[np.float32],
+    tokens: SimpleQueue[None],
+) -> None:
+    """Take part in every job, for ever; asleep where none has come for a while.
+
+    It may sleep through a job that begins at the same moment, which others then do.
+    """
+    while True:
+        serve(shared.ctypes.data, memory.ctypes.data, SPINS)
+        shared[ASLEEP] = 1
+        tokens.get()
+
+
+def _aligned(count: int) -> npt.NDArray[np.float32]:
+    """Memory at a multiple of 64 bytes, the widest vector."""
+    memory = np.zeros(count + 16, np.float32)
+    first = -memory.ctypes.data % 64 // memory.itemsize
+    return memory[first : first + count]
+
+
+@cache
+def team(threads: int, own: int) -> Team:
+    """The threads of this process."""
+    return Team(threads, own)
+
+
+def prepare() -> None:
+    """Compile what threads take."""
+    compile_all((LEAD, SERVE))
+
+
+os.register_at_fork(after_in_child=team.cache_clear)
