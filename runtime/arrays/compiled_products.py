@@ -509,7 +509,8 @@ class CompiledProducts(BufferProducts):
             u, b = added.views
             further = added.rank, _address(u), _address(b), *(step // F32 for step in b.strides)
         job = (0, *places, len(x), *steps, columns, depth, w.groups, int(adds), *further)
-        self.team.run(function(_text(w.matrix, by_rows), 2), job)
+        parts = -(-columns // registers().width)
+        self.team.run(function(_text(w.matrix, by_rows), 2), job, parts)
 
 
 def _address(array: Floats) -> int:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays
 from runtime.arrays.compiled_dequantize import Dequantizing
-from runtime.arrays.compiled_products import MapTiles
+from runtime.arrays.compiled_products import CompiledProducts, MapTiles
 from runtime.arrays.dequantize import dense
 from runtime.arrays.packed_rows import Floats, PackedRows
 from runtime.arrays.products import Float32Products, Products
@@ -21,6 +21,7 @@ from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, ReadyTile
 from runtime.arrays.values import Move
 from runtime.arrays.weight_source import WeightSource
+from runtime.machine.threads import Team
 
 Place = tuple[int, int, int]  # where a matrix begins in weights.bin, and the part that a tile is
 
@@ -81,6 +82,12 @@ class Matrices:
     def products(self) -> Products:
         """The products with dequantized tiles."""
         return self.other_products or Float32Products(self.arrays)
+
+    @property
+    def team(self) -> Team | None:
+        """The threads of compiled code, where it multiplies."""
+        products = self.products
+        return products.team if isinstance(products, CompiledProducts) else None
 
     def _ready(self, matrix: Matrix, start: int, stop: int, by_columns: bool) -> ReadyTile:
         if self.compiled is not None and not (self.packed or matrix.is_float):

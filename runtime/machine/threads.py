@@ -97,11 +97,14 @@ class Team:
             given = (serve, self._shared, memory, self._tokens)
             threading.Thread(target=_serve, args=given, daemon=True).start()
 
-    def run(self, work: Function, job: Sequence[int]) -> None:
-        """Do a job of at most `MOST` numbers, the first of which is 0, by all threads."""
+    def run(self, work: Function, job: Sequence[int], parts: int) -> None:
+        """Do a job of at most `MOST` numbers, the first of which is 0, and of so many parts."""
         shared = self._shared
         with self._one_job:
             shared[FIRST : FIRST + len(job)] = job
+            if parts == 1 or self.threads == 1:
+                work(shared.ctypes.data + 8 * FIRST, self._memory[0].ctypes.data)
+                return
             shared[CODE] = work.address
             if shared[ASLEEP]:
                 shared[ASLEEP] = 0

@@ -291,13 +291,13 @@ class _Mlp:
         """a (T, w) of a slice's gate and up, which are consumed."""
         parts = [*products]
         products.clear()
-        return gated(self.curve, *parts)
+        return gated(self.curve, *parts, team=self.matrices.team)
 
     def gated_vjp(self, products: list[mx.array], da: mx.array) -> list[mx.array]:
         """The gradients (T, w) of a slice's gate and up, which are consumed."""
         parts = [*products, da]
         products.clear()
-        return gated_vjp(self.curve, *parts)
+        return gated_vjp(self.curve, *parts, team=self.matrices.team)
 
     def finished(
         self,
