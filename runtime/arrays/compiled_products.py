@@ -69,6 +69,7 @@ declare i64 @llvm.umin.i64(i64, i64)
 declare {vector} @llvm.fma.v{lanes}f32({vector}, {vector}, {vector})
 declare {vector} @llvm.masked.load.v{lanes}f32.p0(ptr, i32, {mask}, {vector})
 declare void @llvm.masked.store.v{lanes}f32.p0({vector}, ptr, i32, {mask})
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare {whole} @llvm.masked.gather.v{lanes}i32.v{lanes}p0({pointers}, i32, {mask}, {whole})
 define void @product(ptr %job, ptr %panel) {{
 begin:
@@ -164,6 +165,10 @@ begin:
   %loaded{v} = and {mask} %stored{v}, %sums_all
   %x_before{i} = mul i64 %x_step, {i}
   %x{i} = getelementptr float, ptr %x_t, i64 %x_before{i}
+  %x_later{i} = mul i64 %x_step, {i_later}
+  %x_soon{i} = getelementptr float, ptr %x_t, i64 %x_later{i}
+  %x_line{i}_{n} = getelementptr <16 x float>, ptr %x_soon{i}, i64 {n}
+  call void @llvm.prefetch.p0(ptr %x_line{i}_{n}, i32 0, i32 2, i32 1)
   %y_before{i} = mul i64 %y_step, {i}
   %y{i} = getelementptr float, ptr %y_t, i64 %y_before{i}
   %y{i}_{v} = getelementptr {vector}, ptr %y{i}, i64 {v}
@@ -193,6 +198,7 @@ BY_ROWS = """define internal void @dequantize(ptr %words, ptr %scales, ptr %bias
 begin:
   %left = sub i64 %columns, %first
   %here = call i64 @llvm.umin.i64(i64 %left, i64 {width})
+  %block_octets = mul i64 %groups, {block_octets}
   br label %row
 row:
   %r = phi i64 [0, %begin], [%next_r, %done]
@@ -211,6 +217,8 @@ piece:
   %octet = udiv i64 %value, {per_octet}
   %octets_at = getelementptr i8, ptr %words, i64 %octet
   %octets = load <{octets} x i8>, ptr %octets_at, align 1
+  %soon = getelementptr i8, ptr %octets_at, i64 %block_octets
+  call void @llvm.prefetch.p0(ptr %soon, i32 0, i32 2, i32 1)
 {unpack}
   %signed = sub <{piece} x i8> %codes, splat (i8 {middle})
   %integers = sitofp <{piece} x i8> %signed to <{piece} x float>
@@ -278,6 +286,10 @@ group:
   %at{l} = zext i32 %at{l}_narrow to i64
   %scale_at{l} = getelementptr {half}, ptr %scales, i64 %at{l}
   %scale{l} = load {half}, ptr %scale_at{l}
+  %octet{l} = mul i64 %at{l}, {group_octets}
+  %octets_at{l} = getelementptr i8, ptr %words, i64 %octet{l}
+  %soon{l} = getelementptr i8, ptr %octets_at{l}, i64 {block_octets}
+  call void @llvm.prefetch.p0(ptr %soon{l}, i32 0, i32 2, i32 1)
   %scales0 = freeze {halves} zeroinitializer
   %scales{l_next} = insertelement {halves} %scales{l}, {half} %scale{l}, i64 {l}
 {scale}
@@ -373,7 +385,7 @@ def text_of(
 
 def _few(count: int, names: Names, registers: Registers) -> str:
     """The function that adds the products of so many tokens with a panel."""
-    repeated = {"i": range(count), "v": range(registers.vectors)}
+    repeated = {"i": range(count), "v": range(registers.vectors), "n": range(DEPTH // 16)}
     return _repeated(FEW, names | {"count": count}, repeated, registers.lanes)
 
 
@@ -383,6 +395,7 @@ def _by_rows(scales: str, affine: bool, registers: Registers, names: Names) -> s
     octets = piece * bits // 8
     order = ", ".join(f"i32 {at // 2 + octets * (at % 2)}" for at in range(piece))
     names = names | {"piece": piece, "octets": octets, "per_octet": 8 // bits}
+    names["block_octets"] = DEPTH * size * bits // 8
     names["half"] = half = HALVES[scales]
     names["unpack"] = UNPACK[bits].format(octets=octets, size=piece, order=order)
     names["scale"] = READ[half].format(name="scale")
@@ -395,6 +408,7 @@ def _by_columns(scales: str, affine: bool, registers: Registers, names: Names) -
     size, bits, lanes = int(names["size"]), int(names["bits"]), registers.lanes
     half = {"float32": "float", "float16": "half", "bfloat16": "i16"}[scales]
     names = names | {"half": half, "halves": f"<{lanes} x {half}>"}
+    names |= {"group_octets": size * bits // 8, "block_octets": DEPTH * bits // 8}
     names |= {"group_words": size * bits // 32, "word_codes": 32 // bits, "most": (1 << bits) - 1}
     repeated = {"l": range(lanes), "j": range(32 // bits)}
     names["scale"] = WIDER[half].format(**names, name="scale")
@@ -411,6 +425,7 @@ def _repeated(text: str, names: Names, repeated: Mapping[str, range], lanes: int
         for values in product(*(repeated[name] for name in counters)):
             counted: Names = dict(zip(counters, values, strict=True))
             counted |= {"l_next": int(counted.get("l", 0)) + 1}
+            counted |= {"i_later": int(counted.get("i", 0)) + int(names.get("count", 0))}
             counted |= {"moved": int(counted.get("j", 0)) * int(names["bits"])}
             counted |= {"places": _places(int(counted.get("v", 0)) * lanes, lanes)}
             lines.append(line.format(**names | counted))

@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Sequence
 from functools import cache
-from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -19,20 +18,32 @@ import numpy.typing as npt
 from runtime.machine.machine_code import Function, compile_all, function
 
 SPINS = 4000  # of some 40 ns, before a thread sleeps: to wake it takes 50 us
-CODE, ASLEEP = 2, 3  # after the ticket and the number of threads inside
+CODE = 2
 FIRST = 8  # where a job begins in the numbers that threads share: on a line of the cache of its own
 MOST = 24
 
-# The ticket is odd while a job can be begun. A thread counts itself in (at 1), and looks again.
-LEAD = """define void @lead(ptr %shared, ptr %own) {
+# Shared numbers: the ticket, which is odd while a job can be begun; the threads inside it; where
+# its code is; the threads that sleep until the ticket changes. A thread counts itself in, and looks
+# at the ticket again. Whoever sleeps counts itself before the system compares the ticket (futex).
+FUTEX = """call i64 asm sideeffect "syscall", "={{rax}},{{rax}},{{rdi}},{{rsi}},{{rdx}},{{r10}},{{r8}},{{r9}},~{{rcx}},~{{r11}},~{{memory}}"(i64 202, ptr %shared, i64 {operation}, i64 {value}, i64 0, i64 0, i64 0)"""  # noqa: E501
+WAIT, WAKE = FUTEX.format(operation=128, value="%seen"), FUTEX.format(operation=129, value="64")
+LEAD = f"""define void @lead(ptr %shared, ptr %own) {{
 begin:
+  %inside_at = getelementptr i64, ptr %shared, i64 1
   %code_at = getelementptr i64, ptr %shared, i64 2
+  %asleep_at = getelementptr i64, ptr %shared, i64 3
   %code = load ptr, ptr %code_at
   %job = getelementptr i64, ptr %shared, i64 8
   %opened = atomicrmw add ptr %shared, i64 1 seq_cst
+  %asleep = load atomic i64, ptr %asleep_at seq_cst, align 8
+  %awake = icmp eq i64 %asleep, 0
+  br i1 %awake, label %run, label %wake
+wake:
+  %woken = {WAKE}
+  br label %run
+run:
   call void %code(ptr %job, ptr %own)
   %closed = atomicrmw add ptr %shared, i64 1 seq_cst
-  %inside_at = getelementptr i64, ptr %shared, i64 1
   br label %wait
 wait:
   %inside = load atomic i64, ptr %inside_at seq_cst, align 8
@@ -41,18 +52,19 @@ wait:
   br i1 %none, label %end, label %wait
 end:
   ret void
-}
+}}
 declare void @llvm.x86.sse2.pause()
 """
-SERVE = """define void @serve(ptr %shared, ptr %own, i64 %spins) {
+SERVE = f"""define void @serve(ptr %shared, ptr %own, i64 %spins) {{
 begin:
   %inside_at = getelementptr i64, ptr %shared, i64 1
   %code_at = getelementptr i64, ptr %shared, i64 2
+  %asleep_at = getelementptr i64, ptr %shared, i64 3
   %job = getelementptr i64, ptr %shared, i64 8
   br label %look
 look:
-  %left = phi i64 [%spins, %begin], [%fewer, %idle], [%spins, %leave]
-  %last = phi i64 [0, %begin], [%last, %idle], [%ticket, %leave]
+  %left = phi i64 [%spins, %begin], [%fewer, %idle], [%spins, %sleep], [%spins, %leave]
+  %last = phi i64 [0, %begin], [%last, %idle], [%last, %sleep], [%ticket, %leave]
   %ticket = load atomic i64, ptr %shared seq_cst, align 8
   %odd = trunc i64 %ticket to i1
   %new = icmp ne i64 %ticket, %last
@@ -62,7 +74,13 @@ idle:
   call void @llvm.x86.sse2.pause()
   %fewer = sub i64 %left, 1
   %more = icmp ne i64 %fewer, 0
-  br i1 %more, label %look, label %end
+  br i1 %more, label %look, label %sleep
+sleep:
+  %seen = and i64 %ticket, 4294967295
+  %lies = atomicrmw add ptr %asleep_at, i64 1 seq_cst
+  %slept = {WAIT}
+  %wakes = atomicrmw sub ptr %asleep_at, i64 1 seq_cst
+  br label %look
 enter:
   %entered = atomicrmw add ptr %inside_at, i64 1 seq_cst
   %again = load atomic i64, ptr %shared seq_cst, align 8
@@ -75,9 +93,7 @@ run:
 leave:
   %left_it = atomicrmw sub ptr %inside_at, i64 1 seq_cst
   br label %look
-end:
-  ret void
-}
+}}
 declare void @llvm.x86.sse2.pause()
 """
 
@@ -89,13 +105,12 @@ class Team:
         self.threads = threads
         self._shared = np.zeros(FIRST + MOST, np.int64)
         self._memory = [_aligned(own) for _ in range(threads)]
-        self._tokens: SimpleQueue[None] = SimpleQueue()
         self._one_job = threading.Lock()
         self._lead = function(LEAD, 2)
         serve = function(SERVE, 3)
         for memory in self._memory[1:]:
-            given = (serve, self._shared, memory, self._tokens)
-            threading.Thread(target=_serve, args=given, daemon=True).start()
+            given = (self._shared.ctypes.data, memory.ctypes.data, SPINS)
+            threading.Thread(target=serve, args=given, daemon=True).start()
 
     def run(self, work: Function, job: Sequence[int], parts: int) -> None:
         """Do a job of at most `MOST` numbers, the first of which is 0, and of so many parts."""
@@ -106,27 +121,7 @@ class Team:
                 work(shared.ctypes.data + 8 * FIRST, self._memory[0].ctypes.data)
                 return
             shared[CODE] = work.address
-            if shared[ASLEEP]:
-                shared[ASLEEP] = 0
-                for _ in self._memory[1:]:
-                    self._tokens.put(None)
             self._lead(shared.ctypes.data, self._memory[0].ctypes.data)
-
-
-def _serve(
-    serve: Function,
-    shared: npt.NDArray[np.int64],
-    memory: npt.NDArray[np.float32],
-    tokens: SimpleQueue[None],
-) -> None:
-    """Take part in every job, for ever; asleep where none has come for a while.
-
-    It may sleep through a job that begins at the same moment, which others then do.
-    """
-    while True:
-        serve(shared.ctypes.data, memory.ctypes.data, SPINS)
-        shared[ASLEEP] = 1
-        tokens.get()
 
 
 def _aligned(count: int) -> npt.NDArray[np.float32]:
