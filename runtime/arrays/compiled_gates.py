@@ -143,7 +143,9 @@ def text_of(factors: tuple[float, float], given: tuple[str, ...], made: tuple[st
     results = [STORE.format(**names, name=name) for name in made]
     if "d" in given:
         alone = "  %dg = fmul {vector} %d, %slope"
-        results[:0] = [part.format(**names) for part in (SLOPE, BACKWARD if "u" in given else alone)]
+        results[:0] = [
+            part.format(**names) for part in (SLOPE, BACKWARD if "u" in given else alone)
+        ]
     elif "u" in given:
         results.insert(0, "  %y = fmul {vector} %f, %u".format(**names))
     else:
@@ -156,5 +158,7 @@ def _hex(value: float) -> str:
     """A float32 as LLVM writes it: the bits of the double that it is."""
     import struct
 
-    (bits,) = struct.unpack("<Q", struct.pack("<d", struct.unpack("<f", struct.pack("<f", value))[0]))
+    (bits,) = struct.unpack(
+        "<Q", struct.pack("<d", struct.unpack("<f", struct.pack("<f", value))[0])
+    )
     return f"0x{bits:016X}"

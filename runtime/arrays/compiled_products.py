@@ -22,13 +22,13 @@ from functools import cache
 from itertools import product
 
 import mlx.core as mx
+import numpy as np
 
 from runtime.arrays.arrays import Arrays, view
 from runtime.arrays.compiled_dequantize import HALVES, READ, UNPACK, Mapped, Stored
-from runtime.arrays.products import BufferProducts, Factor, Floats, LowRank
+from runtime.arrays.products import Factor, Float32Products, Floats, LowRank
 from runtime.arrays.stored import Matrix
 from runtime.machine.machine_code import compile_all, function
-from runtime.machine.openblas import OpenBlas
 from runtime.machine.processor import cpu_flags
 from runtime.machine.threads import prepare, team
 
@@ -36,8 +36,10 @@ F32 = 4
 Names = dict[str, str | int]
 
 DEPTH = 128  # of the inner dimension at a time: a multiple of every group
-JOB = ("next", "words", "scales", "biases", "x", "y", "tokens", "x_step", "y_step", "columns")
-JOB += ("depth", "groups", "adds", "rank", "u", "b", "b_row", "b_column")
+JOB = (
+    *("next", "words", "scales", "biases", "x", "y", "tokens", "x_step", "y_step", "columns"),
+    *("depth", "groups", "adds", "rank", "u", "b", "b_row", "b_column"),
+)
 ADDRESSES = (*JOB[1:6], "u", "b")
 """What a product takes, each 8 bytes: addresses, and counts of values or groups.
 
@@ -149,9 +151,7 @@ end:
   ret void
 }}
 """  # noqa: E501
-GIVEN = (
-    "ptr %x_t, i64 %x_step, ptr %panel, i64 %deep, ptr %y_t, i64 %y_step, i64 %left, i1 %sums"
-)
+GIVEN = "ptr %x_t, i64 %x_step, ptr %panel, i64 %deep, ptr %y_t, i64 %y_step, i64 %left, i1 %sums"
 # y[i] += x[i] P for some tokens i, every sum in a register. A line with {i} or {v} stands there
 # once for each of them.
 FEW = """define internal void @few{count}({given}) {{
@@ -437,7 +437,7 @@ def _places(first: int, lanes: int) -> str:
 
 
 class MapTile:
-    """Rows of a quantized matrix, or columns, where they lie in a map, until nothing refers to it."""
+    """Rows of a quantized matrix, or columns, where they lie in a map, as long as it exists."""
 
     def __init__(self, matrix: Matrix, mapped: AbstractContextManager[Stored]) -> None:
         self._mapped = mapped
@@ -455,8 +455,6 @@ class MapTile:
 class MapTiles:
     """The tiles of weights in a map."""
 
-    adds_shifts = True
-
     def __init__(self, weights: Mapped, threads: int) -> None:
         self.weights, self.threads = weights, threads
 
@@ -473,53 +471,57 @@ class MapTiles:
         return MapTile(matrix, self.weights.mapped(matrix, start, stop, by_columns)), None
 
 
-class CompiledProducts(BufferProducts):
-    """Products with tiles of a map by compiled code, with others by OpenBLAS."""
+class CompiledProducts(Float32Products):
+    """Products with tiles of a map by compiled code, with others by MLX."""
 
     def __init__(self, arrays: Arrays, threads: int) -> None:
-        super().__init__(arrays, OpenBlas())
+        super().__init__(arrays)
         self.team = team(threads, DEPTH * registers().width)
 
     def by_columns(
-        self, x: Factor, w: Factor, onto: mx.array | None, added: LowRank | None = None
+        self, x: mx.array, w: Factor, onto: mx.array | None, added: LowRank | None = None
     ) -> mx.array:
         if not isinstance(w, MapTile):
             return super().by_columns(x, w, onto, added)
         y = mx.zeros((x.shape[0], w.rows)) if onto is None else onto
-        return self._multiply_tile(x, w, y, (False, onto is not None), added)
+        return self._multiply(x, w, y, (False, onto is not None), added)
 
     def put(
-        self, x: Factor, w: Factor, whole: mx.array, where: slice, added: LowRank | None = None
+        self, x: mx.array, w: Factor, whole: mx.array, where: slice, added: LowRank | None = None
     ) -> None:
-        if not isinstance(w, MapTile):
+        if isinstance(w, MapTile) and (added is None or added.rank <= DEPTH):
+            self._do(view(x), w, view(whole)[:, where], (False, False), added)
+        else:
             super().put(x, w, whole, where, added)
-            return
-        self._job(x, w, view(whole)[:, where], (False, False), added)
 
     def by_rows(
-        self, x: Factor, w: Factor, onto: mx.array | None, added: LowRank | None = None
+        self, x: mx.array, w: Factor, onto: mx.array | None, added: LowRank | None = None
     ) -> mx.array:
         if not isinstance(w, MapTile):
             return super().by_rows(x, w, onto, added)
         y = mx.zeros((x.shape[0], w.columns)) if onto is None else onto
-        return self._multiply_tile(x, w, y, (True, onto is not None), added)
+        return self._multiply(x, w, y, (True, onto is not None), added)
 
-    def _multiply_tile(
-        self, x: Floats, w: MapTile, y: mx.array, how: tuple[bool, bool], added: LowRank | None
+    def _multiply(
+        self, x: mx.array, w: MapTile, y: mx.array, how: tuple[bool, bool], added: LowRank | None
     ) -> mx.array:
-        large = added is not None and added.rank > DEPTH
-        self._job(x, w, view(y), how, None if large else added)
-        return added.onto(y) if added is not None and large else y
+        """The product in place of y: by rows or not, and added to what is there or not."""
+        apart = added if added is not None and added.rank > DEPTH else None
+        self._do(view(x), w, view(y), how, added if apart is None else None)
+        return y if apart is None else apart.onto(y)
 
-    def _job(
+    def _do(
         self, x: Floats, w: MapTile, y: Floats, how: tuple[bool, bool], added: LowRank | None
     ) -> None:
         by_rows, adds = how
         columns, depth = (w.columns, w.rows) if by_rows else (w.rows, w.columns)
         assert y.shape == (len(x), columns) and x.shape[1] == depth
+        if x.strides[1] != F32:
+            x = np.ascontiguousarray(x)
+        assert y.strides[1] == F32
         places = *w.addresses, _address(x), _address(y)
         steps = x.strides[0] // F32, y.strides[0] // F32
-        further = (0, 0, 0, 0, 0)
+        further: tuple[int, ...] = (0, 0, 0, 0, 0)
         if added is not None:
             u, b = added.views
             further = added.rank, _address(u), _address(b), *(step // F32 for step in b.strides)

@@ -120,8 +120,7 @@ class Matrices:
                         self.materialized[matrix.packed.offset, start, stop] = tile
             return
         places = [(matrix, *part) for matrix in chosen for part in self.ranges(matrix)]
-        apart = self.compiled is None or not self.compiled.adds_shifts
-        empty = [ReadyTile.empty(*self._shape(*place), self.products, apart) for place in places]
+        empty = [ReadyTile.empty(*self._shape(*place), self.products) for place in places]
         for (matrix, start, stop), tile in zip(places, empty, strict=True):
             tile.fill(self._ready(matrix, start, stop, self.by_columns(matrix)), self.arrays)
             self.materialized[matrix.packed.offset, start, stop] = tile

@@ -19,7 +19,6 @@ from runtime.arrays.arrays import Arrays, GpuArrays, view
 from runtime.arrays.dequantize import ABSORBED, codes, dequantize
 from runtime.arrays.weight_source import FloatTile, Tile
 from runtime.machine.onednn import OneDnn
-from runtime.machine.openblas import OpenBlas
 
 Factor = Any
 """A matrix as products take it: `mx.array`, or the bits of bfloat16 values."""
@@ -169,60 +168,13 @@ class GpuBfloat16Products(Float32Products):
         return x.astype(mx.bfloat16).astype(mx.float32)
 
 
-class BufferProducts:
-    """By a library that is called on buffers, in float32."""
+class OneDnnProducts:
+    """In bfloat16 by oneDNN, which is called on buffers."""
 
     packed_dtype = mx.float32  # which MLX multiplies
-    dtype: type[np.float32 | np.uint16] = np.float32
 
-    def __init__(self, arrays: Arrays, library: OpenBlas | OneDnn) -> None:
+    def __init__(self, arrays: Arrays, library: OneDnn) -> None:
         self.arrays, self.library = arrays, library
-
-    def dequantize(self, tile: Tile, bits: int) -> Factor:
-        return self.factor(dequantize(tile, bits, self.arrays))
-
-    def factor(self, x: mx.array) -> Factor:
-        return np.ascontiguousarray(view(x))
-
-    def by_columns(
-        self, x: Factor, w: Factor, onto: mx.array | None, added: LowRank | None = None
-    ) -> mx.array:
-        return _with(self._multiply(x, w.T, onto), added)
-
-    def put(
-        self, x: Factor, w: Factor, whole: mx.array, where: slice, added: LowRank | None = None
-    ) -> None:
-        if added is None:
-            self.library.multiply(x, w.T, view(whole)[:, where], add=False)
-        else:
-            self.arrays.put(whole, (slice(None), where), self.by_columns(x, w, None, added))
-
-    def by_rows(
-        self, x: Factor, w: Factor, onto: mx.array | None, added: LowRank | None = None
-    ) -> mx.array:
-        return _with(self._multiply(x, w, onto), added)
-
-    def _multiply(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
-        """The product, in place of `onto`."""
-        y = mx.zeros((x.shape[0], w.shape[1])) if onto is None else onto
-        self.library.multiply(x, w, view(y), add=onto is not None)
-        return y
-
-    def empty(self, rows: int, columns: int) -> Factor:
-        return np.zeros((rows, columns), self.dtype)
-
-    def copy(self, values: Factor, to: Factor) -> None:
-        to[...] = values
-
-    def rounded(self, x: mx.array) -> mx.array:
-        return x
-
-
-class OneDnnProducts(BufferProducts):
-    """In bfloat16 by oneDNN."""
-
-    dtype = np.uint16
-    library: OneDnn
 
     def dequantize(self, tile: Tile, bits: int) -> Bits:
         if isinstance(tile, FloatTile):
@@ -247,21 +199,49 @@ class OneDnnProducts(BufferProducts):
         self.library.convert(values, rounded)
         return rounded
 
+    def by_columns(
+        self, x: Bits, w: Bits, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        return _with(self._multiply(x, w.T, onto), added)
+
+    def put(
+        self, x: Bits, w: Bits, whole: mx.array, where: slice, added: LowRank | None = None
+    ) -> None:
+        if added is None:
+            self.library.multiply(x, w.T, view(whole)[:, where], add=False)
+        else:
+            self.arrays.put(whole, (slice(None), where), self.by_columns(x, w, None, added))
+
+    def by_rows(
+        self, x: Bits, w: Bits, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        return _with(self._multiply(x, w, onto), added)
+
+    def _multiply(self, x: Bits, w: Bits, onto: mx.array | None) -> mx.array:
+        """The product, in place of `onto`."""
+        y = mx.zeros((x.shape[0], w.shape[1])) if onto is None else onto
+        self.library.multiply(x, w, view(y), add=onto is not None)
+        return y
+
+    def empty(self, rows: int, columns: int) -> Bits:
+        return np.zeros((rows, columns), np.uint16)
+
+    def copy(self, values: Bits, to: Bits) -> None:
+        to[...] = values
+
     def rounded(self, x: mx.array) -> mx.array:
         return x.astype(mx.bfloat16).astype(mx.float32)
 
 
-def _with(y: mx.array, added: LowRank | None) -> mx.array:
-    return y if added is None else added.onto(y)
-
-
-def products_for(compute_dtype: str, arrays: Arrays, library: OneDnn | OpenBlas | None) -> Products:
+def products_for(compute_dtype: str, arrays: Arrays, library: OneDnn | None) -> Products:
     """The products in "float32" or "bfloat16", by the library where there is one."""
-    if isinstance(library, OneDnn):
-        return OneDnnProducts(arrays, library)
     if library is not None:
-        return BufferProducts(arrays, library)
+        return OneDnnProducts(arrays, library)
     if compute_dtype == "float32":
         return Float32Products(arrays)
     assert isinstance(arrays, GpuArrays), "a plan in bfloat16 follows from a machine that has it"
     return GpuBfloat16Products(arrays)
+
+
+def _with(y: mx.array, added: LowRank | None) -> mx.array:
+    return y if added is None else added.onto(y)

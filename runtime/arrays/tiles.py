@@ -58,15 +58,10 @@ class ReadyTile:
         return cls(matrix, products, None, products.dequantize(tile, matrix.bits), tile.shift)
 
     @classmethod
-    def empty(
-        cls, matrix: Matrix, rows: int, width: int, products: Products, apart: bool
-    ) -> ReadyTile:
-        """A dequantized tile (rows, width) of zeros, evaluated, for `fill`.
-
-        `apart` says whether the shifts of affine groups are in an array of their own.
-        """
+    def empty(cls, matrix: Matrix, rows: int, width: int, products: Products) -> ReadyTile:
+        """A dequantized tile (rows, width) of zeros, evaluated, for `fill`."""
         shift = None
-        if apart and matrix.biases is not None:
+        if matrix.biases is not None:
             shift = mx.zeros((rows, width // matrix.group_size))
             mx.eval(shift)
         return cls(matrix, products, None, products.empty(rows, width), shift)
@@ -150,7 +145,7 @@ class RowSum:
         fade: mx.array | None = None,
         added: LowRank | None = None,
     ) -> None:
-        """Scale the sum by `fade` (T, 1), then add the input (T, R') times the tile, and `added`."""
+        """Scale the sum by `fade` (T, 1), then add input (T, R') times tile, and `added`."""
         total, self.total = self.total, None  # leaves no other reference to what is added to
         if total is not None and fade is not None:
             total = total * fade

@@ -31,6 +31,7 @@ Function = Any
 """It takes addresses and 64-bit integers, returns nothing, and has its own `address`."""
 EXTRA = "pip install 'ondevice-tune[llvmlite]'"
 DIGEST_BYTES = 32
+NEEDED = {"avx2", "f16c", "fma"}  # which the texts' vectors become
 PROBE = "define void @probe(ptr %at) {\n  store i64 42, ptr %at\n  ret void\n}\n"
 
 
@@ -45,8 +46,8 @@ def lacking() -> str:
     if not is_built_for():
         here = f"{sys.platform} on {platform.machine()}"
         return f"it is built for Linux on x86-64, and this is {here}"
-    if "f16c" not in cpu_flags():
-        return "the processor does not convert the 16 bits of scales itself"
+    if absent := sorted(NEEDED - set(cpu_flags())):
+        return f"the processor lacks {', '.join(absent)}"
     if find_spec("llvmlite") is None:
         return f"llvmlite is not installed: {EXTRA}"
     given = ctypes.c_int64()
@@ -127,7 +128,7 @@ def function(text: str, arguments: int) -> Function:
     made: Any = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(octets.ctypes.data)
     made.mapped = octets  # as long as the function can be called
     made.address = octets.ctypes.data
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _read(path: Path) -> bytes | None:

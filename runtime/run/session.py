@@ -17,9 +17,9 @@ from runtime.bundle.store import Bundle, open_bundle
 from runtime.core.notes import Note, silent
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
-from runtime.machine.backend import blas_threads, limit_memory, load_onednn, use_device
+from runtime.machine.backend import limit_memory, load_onednn, use_device
 from runtime.machine.glibc import place_values, trim_heap
-from runtime.machine.onednn import share_cores
+from runtime.machine.openblas import blas_threads, share_cores
 from runtime.plan.lower import LoweredModel, lower
 from runtime.plan.plan import Plan, choose_bucket
 from runtime.run.traced_graphs import with_graphs
@@ -116,7 +116,7 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
     by_onednn = plan.compute_dtype == "bfloat16" and bundle.manifest.device == "cpu"
     if by_onednn:
         load_onednn()
-    share_cores(by_onednn)
+    share_cores(by_onednn or (plan.compiled and weights is None))
     live_bytes = max(0, plan.active_bytes - plan.value_bytes)
     limit_memory(bundle.manifest.device, live_bytes, plan.cache_bytes)
     mx.clear_cache()
@@ -130,13 +130,8 @@ def open_session(bundle: Bundle, plan: Plan, weights: WeightSource | None = None
             in_place = PackedRows(mapped, blas_threads())
             in_place.prepare(matrices)
         if plan.compiled:
-            if by_onednn:
-                compiled = Dequantizing(mapped, plan.compute_dtype)
-            else:
-                compiled = MapTiles(mapped, blas_threads())
-                import ctypes
-                import os
-                if os.environ.get("BT"): ctypes.CDLL(None).openblas_set_num_threads(int(os.environ["BT"]))
+            threads = blas_threads()
+            compiled = Dequantizing(mapped) if by_onednn else MapTiles(mapped, threads)
             compiled.prepare(matrices)
     session = Session(bundle, plan, weights, Graphs(bundle), in_place=in_place, compiled=compiled)
     session.materialize()
