@@ -12,7 +12,7 @@ from functools import cache
 
 from runtime.arrays.compiled_products import registers
 from runtime.arrays.products import Floats
-from runtime.machine.machine_code import function
+from runtime.machine.machine_code import Function, load
 from runtime.machine.threads import Team
 
 PIECE = 8192  # values that a thread takes at once
@@ -117,11 +117,14 @@ def _run(
 ) -> None:
     addresses = [array.__array_interface__["data"][0] for array in arrays]
     count = arrays[0].size
-    work = function(text_of(factors, given, made), 2)
-    team.run(work, (0, count, *addresses), -(-count // PIECE))
+    team.run(_work(factors, given, made), (0, count, *addresses), -(-count // PIECE))
 
 
 @cache
+def _work(factors: tuple[float, float], given: tuple[str, ...], made: tuple[str, ...]) -> Function:
+    return load(text_of(factors, given, made), 2)
+
+
 def text_of(factors: tuple[float, float], given: tuple[str, ...], made: tuple[str, ...]) -> str:
     """The function of the named arrays: g, u and d (of y), to y, or dg and du."""
     lanes, (first, second) = registers().lanes, factors

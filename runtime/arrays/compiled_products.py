@@ -28,7 +28,7 @@ from runtime.arrays.arrays import Arrays, view
 from runtime.arrays.compiled_dequantize import HALVES, READ, UNPACK, Mapped, Stored
 from runtime.arrays.products import Factor, Float32Products, Floats, LowRank
 from runtime.arrays.stored import Matrix
-from runtime.machine.machine_code import compile_all, function
+from runtime.machine.machine_code import Function, compile_all, load
 from runtime.machine.processor import cpu_flags
 from runtime.machine.threads import prepare, team
 
@@ -353,7 +353,6 @@ SHIFTED = {
 }
 
 
-@cache
 def text_of(
     by_rows: bool, bits: int, size: int, scales: str, affine: bool, registers: Registers
 ) -> str:
@@ -461,7 +460,8 @@ class MapTiles:
     def prepare(self, matrices: Iterable[Matrix]) -> None:
         """Compile what products with them take, all at once."""
         packed = [matrix for matrix in matrices if not matrix.is_float]
-        compile_all({_text(matrix, by_rows) for matrix in packed for by_rows in (False, True)})
+        kinds = {_kind(matrix, by_rows) for matrix in packed for by_rows in (False, True)}
+        compile_all(text_of(*kind, registers()) for kind in kinds)
         prepare()
 
     def tile(
@@ -527,7 +527,7 @@ class CompiledProducts(Float32Products):
             further = added.rank, _address(u), _address(b), *(step // F32 for step in b.strides)
         job = (0, *places, len(x), *steps, columns, depth, w.groups, int(adds), *further)
         parts = -(-columns // registers().width)
-        self.team.run(function(_text(w.matrix, by_rows), 2), job, parts)
+        self.team.run(_work(*_kind(w.matrix, by_rows), registers()), job, parts)
 
 
 def _address(array: Floats) -> int:
@@ -540,8 +540,15 @@ def registers() -> Registers:
     return WIDE if "avx512f" in cpu_flags() else NARROW
 
 
-def _text(matrix: Matrix, by_rows: bool) -> str:
+def _kind(matrix: Matrix, by_rows: bool) -> tuple[bool, int, int, str, bool]:
+    """What its products take, but for the processor."""
     scales = matrix.scales
     assert scales is not None, "a matrix in floating point is multiplied by a BLAS"
-    affine = matrix.biases is not None
-    return text_of(by_rows, matrix.bits, matrix.group_size, scales.dtype, affine, registers())
+    return by_rows, matrix.bits, matrix.group_size, scales.dtype, matrix.biases is not None
+
+
+@cache
+def _work(
+    by_rows: bool, bits: int, size: int, scales: str, affine: bool, of: Registers
+) -> Function:
+    return load(text_of(by_rows, bits, size, scales, affine, of), 2)

@@ -108,6 +108,11 @@ def _compile(given: Path, parts: list[Path], said: Path) -> str | None:
 
 @cache
 def function(text: str, arguments: int) -> Function:
+    """`load`, once for each text, which stays in memory."""
+    return load(text, arguments)
+
+
+def load(text: str, arguments: int) -> Function:
     """The function that a text defines, which takes so many addresses or 64-bit integers.
 
     Raises:

@@ -26,9 +26,9 @@ MOST = 24
 MOST_THREADS = 1024
 
 # Shared numbers: the ticket, which is odd while a job can be begun; the threads inside it; where
-# its code is; the threads that sleep until the ticket changes; whether the caller sleeps until none
-# is inside; whether it has. A thread counts itself in, and looks at the ticket again. Whoever sleeps
-# says so before the system compares the number for which it waits (futex).
+# its code is; the threads that sleep until the ticket changes; whether the caller sleeps until
+# none is inside; whether it has. A thread counts itself in, and looks at the ticket again. Whoever
+# sleeps says so before the system compares the number for which it waits (futex).
 FUTEX = """call i64 asm sideeffect "syscall", "={{rax}},{{rax}},{{rdi}},{{rsi}},{{rdx}},{{r10}},{{r8}},{{r9}},~{{rcx}},~{{r11}},~{{memory}}"(i64 202, ptr %{at}, i64 {operation}, i64 {value}, i64 0, i64 0, i64 0)"""  # noqa: E501
 WAIT, WAKE = (partial(FUTEX.format, operation=operation) for operation in (128, 129))
 LEAD = f"""define void @lead(ptr %shared, ptr %own) {{
