@@ -15,13 +15,13 @@ from dataclasses import asdict
 
 from runtime.machine.backend import (
     automatic_device,
-    blas_threads,
     gpu_name,
     load_onednn,
     mlx_version,
     prepare,
     use_device,
 )
+from runtime.machine.openblas import blas_threads
 
 PREPARED = prepare()
 

@@ -1,7 +1,7 @@
-"""Tiles dequantized by code that LLVM has compiled for this processor.
+"""Tiles dequantized to bfloat16 by code that LLVM has compiled for this processor.
 
 Words, scales and biases are read where they lie in the map, in any of its columns. The reference is
-`runtime.arrays.dequantize`, whose values these are to the last bit.
+`runtime.arrays.dequantize`, whose values these are to the last bit, rounded to the nearest.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ group:
   %one_scale = insertelement <{size} x float> poison, float %scale, i64 0
   %all_scale = shufflevector <{size} x float> %one_scale, <{size} x float> poison, <{size} x i32> zeroinitializer
   %scaled = fmul <{size} x float> %integers, %all_scale
+  %values = fptrunc <{size} x float> %scaled to <{size} x bfloat>
   %y_group = add i64 %y_before, %g
 {shift}
-{values}
-  %y_at = getelementptr [{size} x {type}], ptr %y, i64 %y_group
-  store <{size} x {type}> %values, ptr %y_at, align 2
+  %y_at = getelementptr [{size} x bfloat], ptr %y, i64 %y_group
+  store <{size} x bfloat> %values, ptr %y_at, align 2
   %next_g = add i64 %g, 1
   %more = icmp ult i64 %next_g, %groups
   br i1 %more, label %group, label %done
@@ -71,17 +71,9 @@ UNPACK = {
 SHIFT = """  %bias_at = getelementptr {half}, ptr %biases, i64 %at
 {bias}
   %middle = fmul float %scale, {middle}.0
-  %shift = fadd float %bias, %middle"""
-ADDED = """  %one_shift = insertelement <{size} x float> poison, float %shift, i64 0
-  %all_shift = shufflevector <{size} x float> %one_shift, <{size} x float> poison, <{size} x i32> zeroinitializer
-  %values = fadd <{size} x float> %scaled, %all_shift"""  # noqa: E501
-APART = """
+  %shift = fadd float %bias, %middle
   %shift_at = getelementptr float, ptr %shifts, i64 %y_group
   store float %shift, ptr %shift_at"""
-VALUES = {
-    "float": "  %values = freeze <{size} x float> %scaled",
-    "bfloat": "  %values = fptrunc <{size} x float> %scaled to <{size} x bfloat>",
-}
 # A bfloat16 is the upper half of its float32. For LLVM's own conversion of it, processors without
 # such instructions may call a function that is not there.
 READ = {
@@ -94,30 +86,22 @@ READ = {
   %{name} = bitcast i32 %upper_{name} to float""",
 }
 HALVES = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
-TYPES = {"float32": "float", "bfloat16": "bfloat"}
-NUMPY = {"float32": np.float32, "bfloat16": np.uint16}
 
 
 @cache
-def text_of(bits: int, size: int, scales: str, affine: bool, dtype: str) -> str:
-    """The function for groups of `size` columns and scales of a type, to values of `dtype`.
+def text_of(bits: int, size: int, scales: str, affine: bool) -> str:
+    """The function for groups of `size` columns and scales of a type.
 
-    In float32 the shifts of affine groups are added to the values, else they are stored apart.
+    The shifts of affine groups are stored apart.
     """
     octets, half = size * bits // 8, HALVES[scales]
     order = ", ".join(f"i32 {at // 2 + octets * (at % 2)}" for at in range(size))
     sizes = {"size": size, "octets": octets, "half": half, "middle": 1 << (bits - 1)}
     sizes |= {name: READ[half].format(name=name) for name in ("scale", "bias")}
-    values, shift = VALUES[TYPES[dtype]], ""
-    if affine:
-        shift = SHIFT if dtype == "float32" else SHIFT + APART
-        values = ADDED if dtype == "float32" else values
     return DEQUANTIZE.format(
         **sizes,
-        type=TYPES[dtype],
         unpack=UNPACK[bits].format(**sizes, order=order),
-        shift=shift.format(**sizes),
-        values=values.format(**sizes),
+        shift=SHIFT.format(**sizes) if affine else "",
     )
 
 
@@ -131,38 +115,35 @@ class Mapped(Protocol):
 
 
 class Dequantizing:
-    """Dequantizes tiles to float32, or to the bits of bfloat16 values.
+    """Dequantizes tiles to the bits of bfloat16 values, in one thread.
 
-    In one thread: where a BLAS has two, the second one waits for products in a busy loop, and two
-    threads of ours take as long.
+    Where a BLAS has two, the second one waits for products in a busy loop, and two threads of ours
+    take as long.
     """
 
-    def __init__(self, weights: Mapped, dtype: str) -> None:
-        self.weights, self.dtype = weights, dtype
-        self.adds_shifts = dtype == "float32"
+    def __init__(self, weights: Mapped) -> None:
+        self.weights = weights
 
     def prepare(self, matrices: Iterable[Matrix]) -> None:
         """Compile what their tiles take, all at once."""
-        compile_all({self._text(matrix) for matrix in matrices if not matrix.is_float})
+        compile_all({_text(matrix) for matrix in matrices if not matrix.is_float})
 
     def tile(
         self, matrix: Matrix, start: int, stop: int, by_columns: bool
-    ) -> tuple[npt.NDArray[Any], mx.array | None]:
+    ) -> tuple[npt.NDArray[np.uint16], mx.array | None]:
         """Rows start:stop of a matrix, or columns: (R, C), and (R, G) the shifts not added."""
         with self.weights.mapped(matrix, start, stop, by_columns) as (words, scales, *biases):
             rows, groups = scales.shape
-            values = np.empty((rows, groups * matrix.group_size), NUMPY[self.dtype])
-            shift = values
-            if apart := bool(biases) and not self.adds_shifts:
-                shift = np.empty((rows, groups), np.float32)
+            values = np.empty((rows, groups * matrix.group_size), np.uint16)
+            shift = np.empty((rows, groups) if biases else 0, np.float32)
             arrays = words, scales, *(biases or [scales]), values, shift
             places = [array.ctypes.data for array in arrays]
             between = scales.strides[0] // scales.itemsize
-            function(self._text(matrix), 8)(*places, groups, between, rows)
-        return values, mx.array(shift) if apart else None
+            function(_text(matrix), 8)(*places, groups, between, rows)
+        return values, mx.array(shift) if biases else None
 
-    def _text(self, matrix: Matrix) -> str:
-        scales = matrix.scales
-        assert scales is not None, "a matrix in floating point is converted"
-        key = (matrix.bits, matrix.group_size, scales.dtype, matrix.biases is not None)
-        return text_of(*key, self.dtype)
+
+def _text(matrix: Matrix) -> str:
+    scales = matrix.scales
+    assert scales is not None, "a matrix in floating point is converted"
+    return text_of(matrix.bits, matrix.group_size, scales.dtype, matrix.biases is not None)

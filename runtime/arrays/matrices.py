@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays
 from runtime.arrays.compiled_dequantize import Dequantizing
+from runtime.arrays.compiled_products import CompiledProducts, MapTiles
 from runtime.arrays.dequantize import dense
 from runtime.arrays.packed_rows import Floats, PackedRows
 from runtime.arrays.products import Float32Products, Products
@@ -20,6 +21,7 @@ from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, ReadyTile
 from runtime.arrays.values import Move
 from runtime.arrays.weight_source import WeightSource
+from runtime.machine.threads import Team
 
 Place = tuple[int, int, int]  # where a matrix begins in weights.bin, and the part that a tile is
 
@@ -48,7 +50,7 @@ class Matrices:
     other_products: Products | None = None
     in_place: PackedRows | None = None
     stacked_rows: Mapping[int, int] = field(default_factory=dict)
-    compiled: Dequantizing | None = None
+    compiled: Dequantizing | MapTiles | None = None
     _of_block: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
@@ -81,6 +83,12 @@ class Matrices:
         """The products with dequantized tiles."""
         return self.other_products or Float32Products(self.arrays)
 
+    @property
+    def team(self) -> Team | None:
+        """The threads of compiled code, where it multiplies."""
+        products = self.products
+        return products.team if isinstance(products, CompiledProducts) else None
+
     def _ready(self, matrix: Matrix, start: int, stop: int, by_columns: bool) -> ReadyTile:
         if self.compiled is not None and not (self.packed or matrix.is_float):
             with self.profile.span("unpack"):
@@ -102,6 +110,8 @@ class Matrices:
         one by one they would lie between the holes of freed arrays, into which later tiles do not
         fit. `at_once` are the rows of a tile, if they are not the matrix's own.
         """
+        if isinstance(self.compiled, MapTiles):
+            return
         if self.packed:
             for matrix in chosen:
                 for start, stop in self.ranges(matrix, at_once):
@@ -110,8 +120,7 @@ class Matrices:
                         self.materialized[matrix.packed.offset, start, stop] = tile
             return
         places = [(matrix, *part) for matrix in chosen for part in self.ranges(matrix)]
-        apart = self.compiled is None or not self.compiled.adds_shifts
-        empty = [ReadyTile.empty(*self._shape(*place), self.products, apart) for place in places]
+        empty = [ReadyTile.empty(*self._shape(*place), self.products) for place in places]
         for (matrix, start, stop), tile in zip(places, empty, strict=True):
             tile.fill(self._ready(matrix, start, stop, self.by_columns(matrix)), self.arrays)
             self.materialized[matrix.packed.offset, start, stop] = tile
@@ -130,6 +139,13 @@ class Matrices:
         for first in range(0, count, each):
             for start in range(first, first + each, step):
                 yield start, min(first + each, start + step)
+
+    def taken(self, matrix: Matrix) -> Iterator[tuple[int, int]]:
+        """The rows, or columns, that a product takes at once: all, where no tile is in memory."""
+        if isinstance(self.compiled, MapTiles) and not matrix.is_float:
+            yield 0, matrix.columns if self.by_columns(matrix) else matrix.rows
+        else:
+            yield from self.ranges(matrix)
 
     def _shape(self, matrix: Matrix, start: int, stop: int) -> tuple[Matrix, int, int]:
         if self.by_columns(matrix):

@@ -8,6 +8,7 @@ each product too; the reference is `tests.oracles.bfloat16`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -18,11 +19,41 @@ from runtime.arrays.arrays import Arrays, GpuArrays, view
 from runtime.arrays.dequantize import ABSORBED, codes, dequantize
 from runtime.arrays.weight_source import FloatTile, Tile
 from runtime.machine.onednn import OneDnn
-from runtime.machine.openblas import OpenBlas
 
 Factor = Any
 """A matrix as products take it: `mx.array`, or the bits of bfloat16 values."""
 Bits = npt.NDArray[np.uint16]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """u b (T, N), of u (T, r) and some columns of b (r, M), which is added to a product.
+
+    Of `transposed` b it is u b^T, of some rows of b (M, r). u and b are evaluated.
+    """
+
+    u: mx.array
+    b: mx.array
+    transposed: bool = False
+    columns: slice | None = None  # all
+
+    @property
+    def rank(self) -> int:
+        return int(self.u.shape[1])
+
+    @property
+    def views(self) -> tuple[Floats, Floats]:
+        """u, its rows one after the other, and b (r, N)."""
+        b = view(self.b).T if self.transposed else view(self.b)
+        b = b if self.columns is None else b[:, self.columns]
+        return np.ascontiguousarray(view(self.u)), b
+
+    def onto(self, y: mx.array) -> mx.array:
+        """y (T, N) with the product added, lazy."""
+        b = self.b.T if self.transposed else self.b
+        b = b if self.columns is None else b[:, self.columns]
+        return mx.addmm(y, self.u.astype(y.dtype), b.astype(y.dtype))
 
 
 class Products(Protocol):
@@ -38,14 +69,20 @@ class Products(Protocol):
     def factor(self, x: mx.array) -> Factor:
         """x (T, N) as a factor on the left."""
 
-    def by_columns(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
-        """x w^T (T, R) for x (T, C) and w (R, C), added to `onto` if it is given."""
+    def by_columns(
+        self, x: Factor, w: Factor, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        """x w^T (T, R) for x (T, C) and w (R, C), with `onto` and `added` if they are given."""
 
-    def put(self, x: Factor, w: Factor, whole: mx.array, where: slice) -> None:
-        """x w^T (T, R), for w (R, C), as some columns of a larger array."""
+    def put(
+        self, x: Factor, w: Factor, whole: mx.array, where: slice, added: LowRank | None = None
+    ) -> None:
+        """x w^T (T, R), for w (R, C), and `added`, as some columns of a larger array."""
 
-    def by_rows(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
-        """x w (T, C) for x (T, R) and w (R, C), added to `onto` if it is given."""
+    def by_rows(
+        self, x: Factor, w: Factor, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        """x w (T, C) for x (T, R) and w (R, C), with `onto` and `added` if they are given."""
 
     def empty(self, rows: int, columns: int) -> Factor:
         """Memory for what `dequantize` returns of a tile (rows, columns)."""
@@ -71,14 +108,20 @@ class Float32Products:
     def factor(self, x: mx.array) -> mx.array:
         return x
 
-    def by_columns(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
-        return x @ w.T if onto is None else mx.addmm(onto, x, w.T)
+    def by_columns(
+        self, x: mx.array, w: mx.array, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        return _with(x @ w.T if onto is None else mx.addmm(onto, x, w.T), added)
 
-    def put(self, x: mx.array, w: mx.array, whole: mx.array, where: slice) -> None:
-        self.arrays.put(whole, (slice(None), where), self.by_columns(x, w, None))
+    def put(
+        self, x: Factor, w: Factor, whole: mx.array, where: slice, added: LowRank | None = None
+    ) -> None:
+        self.arrays.put(whole, (slice(None), where), self.by_columns(x, w, None, added))
 
-    def by_rows(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
-        return x @ w if onto is None else mx.addmm(onto, x, w)
+    def by_rows(
+        self, x: mx.array, w: mx.array, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        return _with(x @ w if onto is None else mx.addmm(onto, x, w), added)
 
     def empty(self, rows: int, columns: int) -> mx.array:
         made = mx.zeros((rows, columns))
@@ -105,11 +148,15 @@ class GpuBfloat16Products(Float32Products):
     def factor(self, x: mx.array) -> mx.array:
         return x.astype(mx.bfloat16)
 
-    def by_columns(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
-        return self._sum(x @ w.T, onto)
+    def by_columns(
+        self, x: mx.array, w: mx.array, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        return _with(self._sum(x @ w.T, onto), added)
 
-    def by_rows(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
-        return self._sum(x @ w, onto)
+    def by_rows(
+        self, x: mx.array, w: mx.array, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        return _with(self._sum(x @ w, onto), added)
 
     def _sum(self, product: mx.array, onto: mx.array | None) -> mx.array:
         return product.astype(mx.float32) if onto is None else onto + product
@@ -121,51 +168,13 @@ class GpuBfloat16Products(Float32Products):
         return x.astype(mx.bfloat16).astype(mx.float32)
 
 
-class BufferProducts:
-    """By a library that is called on buffers, in float32."""
+class OneDnnProducts:
+    """In bfloat16 by oneDNN, which is called on buffers."""
 
     packed_dtype = mx.float32  # which MLX multiplies
-    dtype: type[np.float32 | np.uint16] = np.float32
 
-    def __init__(self, arrays: Arrays, library: OpenBlas | OneDnn) -> None:
+    def __init__(self, arrays: Arrays, library: OneDnn) -> None:
         self.arrays, self.library = arrays, library
-
-    def dequantize(self, tile: Tile, bits: int) -> Factor:
-        return self.factor(dequantize(tile, bits, self.arrays))
-
-    def factor(self, x: mx.array) -> Factor:
-        return np.ascontiguousarray(view(x))
-
-    def by_columns(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
-        return self._multiply(x, w.T, onto)
-
-    def put(self, x: Factor, w: Factor, whole: mx.array, where: slice) -> None:
-        self.library.multiply(x, w.T, view(whole)[:, where], add=False)
-
-    def by_rows(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
-        return self._multiply(x, w, onto)
-
-    def _multiply(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
-        """The product, in place of `onto`."""
-        y = mx.zeros((x.shape[0], w.shape[1])) if onto is None else onto
-        self.library.multiply(x, w, view(y), add=onto is not None)
-        return y
-
-    def empty(self, rows: int, columns: int) -> Factor:
-        return np.zeros((rows, columns), self.dtype)
-
-    def copy(self, values: Factor, to: Factor) -> None:
-        to[...] = values
-
-    def rounded(self, x: mx.array) -> mx.array:
-        return x
-
-
-class OneDnnProducts(BufferProducts):
-    """In bfloat16 by oneDNN."""
-
-    dtype = np.uint16
-    library: OneDnn
 
     def dequantize(self, tile: Tile, bits: int) -> Bits:
         if isinstance(tile, FloatTile):
@@ -190,17 +199,49 @@ class OneDnnProducts(BufferProducts):
         self.library.convert(values, rounded)
         return rounded
 
+    def by_columns(
+        self, x: Bits, w: Bits, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        return _with(self._multiply(x, w.T, onto), added)
+
+    def put(
+        self, x: Bits, w: Bits, whole: mx.array, where: slice, added: LowRank | None = None
+    ) -> None:
+        if added is None:
+            self.library.multiply(x, w.T, view(whole)[:, where], add=False)
+        else:
+            self.arrays.put(whole, (slice(None), where), self.by_columns(x, w, None, added))
+
+    def by_rows(
+        self, x: Bits, w: Bits, onto: mx.array | None, added: LowRank | None = None
+    ) -> mx.array:
+        return _with(self._multiply(x, w, onto), added)
+
+    def _multiply(self, x: Bits, w: Bits, onto: mx.array | None) -> mx.array:
+        """The product, in place of `onto`."""
+        y = mx.zeros((x.shape[0], w.shape[1])) if onto is None else onto
+        self.library.multiply(x, w, view(y), add=onto is not None)
+        return y
+
+    def empty(self, rows: int, columns: int) -> Bits:
+        return np.zeros((rows, columns), np.uint16)
+
+    def copy(self, values: Bits, to: Bits) -> None:
+        to[...] = values
+
     def rounded(self, x: mx.array) -> mx.array:
         return x.astype(mx.bfloat16).astype(mx.float32)
 
 
-def products_for(compute_dtype: str, arrays: Arrays, library: OneDnn | OpenBlas | None) -> Products:
+def products_for(compute_dtype: str, arrays: Arrays, library: OneDnn | None) -> Products:
     """The products in "float32" or "bfloat16", by the library where there is one."""
-    if isinstance(library, OneDnn):
-        return OneDnnProducts(arrays, library)
     if library is not None:
-        return BufferProducts(arrays, library)
+        return OneDnnProducts(arrays, library)
     if compute_dtype == "float32":
         return Float32Products(arrays)
     assert isinstance(arrays, GpuArrays), "a plan in bfloat16 follows from a machine that has it"
     return GpuBfloat16Products(arrays)
+
+
+def _with(y: mx.array, added: LowRank | None) -> mx.array:
+    return y if added is None else added.onto(y)

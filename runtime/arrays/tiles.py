@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from runtime.arrays.arrays import Arrays
-from runtime.arrays.products import Factor, Products
+from runtime.arrays.products import Factor, LowRank, Products
 from runtime.arrays.stored import Matrix
 from runtime.arrays.weight_source import QuantizedTile, Tile
 
@@ -58,15 +58,10 @@ class ReadyTile:
         return cls(matrix, products, None, products.dequantize(tile, matrix.bits), tile.shift)
 
     @classmethod
-    def empty(
-        cls, matrix: Matrix, rows: int, width: int, products: Products, apart: bool
-    ) -> ReadyTile:
-        """A dequantized tile (rows, width) of zeros, evaluated, for `fill`.
-
-        `apart` says whether the shifts of affine groups are in an array of their own.
-        """
+    def empty(cls, matrix: Matrix, rows: int, width: int, products: Products) -> ReadyTile:
+        """A dequantized tile (rows, width) of zeros, evaluated, for `fill`."""
         shift = None
-        if apart and matrix.biases is not None:
+        if matrix.biases is not None:
             shift = mx.zeros((rows, width // matrix.group_size))
             mx.eval(shift)
         return cls(matrix, products, None, products.empty(rows, width), shift)
@@ -77,25 +72,31 @@ class ReadyTile:
         if self.shift is not None and tile.shift is not None:
             arrays.put(self.shift, slice(None), tile.shift)
 
-    def transposed_product(self, given: Input, onto: mx.array | None = None) -> mx.array:
-        """x W^T (T, R') for the tile's rows, added to `onto`, which is consumed, if it is given."""
+    def transposed_product(
+        self, given: Input, onto: mx.array | None = None, added: LowRank | None = None
+    ) -> mx.array:
+        """x W^T (T, R') for the tile's rows, with `onto`, which is consumed, and `added`."""
         if self.packed is not None:
             y = self.quantized(given.x, transpose=True)
-            return y if onto is None else onto + y
-        onto = self.products.by_columns(given.factor, self.values, onto)
+            y = y if onto is None else onto + y
+            return y if added is None else added.onto(y)
+        onto = self.products.by_columns(given.factor, self.values, onto, added)
         if self.shift is not None:
             arrays = self.products.arrays
             sums = given.group_sums(self.shift.shape[1], arrays)
             onto = mx.addmm(onto, sums, self.shift.T)
         return onto
 
-    def put_product(self, given: Input, whole: mx.array, where: slice) -> None:
-        """x W^T (T, R') for the tile's rows, as the columns `where` of a larger array."""
+    def put_product(
+        self, given: Input, whole: mx.array, where: slice, added: LowRank | None = None
+    ) -> None:
+        """x W^T (T, R') for the tile's rows, and `added`, as some columns of a larger array."""
         if self.packed is None and self.shift is None:
-            self.products.put(given.factor, self.values, whole, where)
+            self.products.put(given.factor, self.values, whole, where, added)
             return
         arrays = self.products.arrays
-        arrays.put(whole, (slice(None), where), self.transposed_product(given))
+        part = self.transposed_product(given, added=added)
+        arrays.put(whole, (slice(None), where), part)
 
     def quantized(self, x: mx.array, transpose: bool) -> mx.array:
         """x times the tile as it is packed, or its transpose."""
@@ -137,16 +138,23 @@ class RowSum:
     shifts: dict[int, mx.array] = field(default_factory=dict)
     """What the shifts of groups add (T, G), by how many groups a row has."""
 
-    def add(self, given: Input, tile: ReadyTile, fade: mx.array | None = None) -> None:
-        """Scale the sum by `fade` (T, 1), then add the input (T, R') times the tile."""
+    def add(
+        self,
+        given: Input,
+        tile: ReadyTile,
+        fade: mx.array | None = None,
+        added: LowRank | None = None,
+    ) -> None:
+        """Scale the sum by `fade` (T, 1), then add input (T, R') times tile, and `added`."""
         total, self.total = self.total, None  # leaves no other reference to what is added to
         if total is not None and fade is not None:
             total = total * fade
         if tile.packed is not None:
             term = tile.quantized(given.x, transpose=False)
-            self.total = term if total is None else term + total.astype(mx.float32)
+            term = term if total is None else term + total.astype(mx.float32)
+            self.total = term if added is None else added.onto(term)
         else:
-            self.total = tile.products.by_rows(given.factor, tile.values, total)
+            self.total = tile.products.by_rows(given.factor, tile.values, total, added)
         del total
         if tile.shift is not None:
             self._add_shifts(given.x, tile.shift, fade)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays, arrays_for, quiet
 from runtime.arrays.compiled_dequantize import Dequantizing
+from runtime.arrays.compiled_products import CompiledProducts, MapTiles
 from runtime.arrays.matrices import Matrices, Place
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.products import products_for
@@ -25,8 +26,6 @@ from runtime.bundle.store import Bundle
 from runtime.engine.executor import Executor
 from runtime.engine.graphs import Graphs
 from runtime.machine.backend import load_onednn
-from runtime.machine.onednn import OneDnn
-from runtime.machine.openblas import OpenBlas
 from runtime.operations.attention import STARTS
 from runtime.operations.base import Operation
 from runtime.operations.embedding_kernel import LOOKED_UP, POSITIONS, TOKENS
@@ -58,7 +57,7 @@ class Model:
     profile: Profile = field(default_factory=Profile)
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
     in_place: PackedRows | None = None
-    compiled: Dequantizing | None = None
+    compiled: Dequantizing | MapTiles | None = None
 
     @property
     def bucket(self) -> int:
@@ -72,12 +71,11 @@ class Model:
     @cached_property
     def matrices(self) -> Matrices:
         manifest, execution = self.bundle.manifest, self.lowered.execution
-        library: OneDnn | OpenBlas | None = None
-        if execution.by_onednn:
-            library = load_onednn()
-        elif self.compiled is not None:
-            library = OpenBlas()
+        library = load_onednn() if execution.by_onednn else None
         arrays = arrays_for(manifest.device, execution.one_evaluation)
+        products = products_for(execution.compute_dtype, arrays, library)
+        if isinstance(self.compiled, MapTiles):
+            products = CompiledProducts(arrays, self.compiled.threads)
 
         def by_offset(counts: Mapping[str, int]) -> dict[int, int]:
             return {manifest.matrices[name].packed.offset: n for name, n in counts.items()}
@@ -91,7 +89,7 @@ class Model:
             self.lowered.materialize_blocks,
             self.profile,
             self.materialized,
-            products_for(execution.compute_dtype, arrays, library),
+            products,
             self.in_place,
             by_offset(execution.stacked_rows),
             self.compiled,

@@ -26,6 +26,7 @@ from runtime.machine.footprint import read_footprint
 from runtime.machine.glibc import trim_heap, tune_heap
 from runtime.machine.machine import Blas, Machine
 from runtime.machine.onednn import OneDnn
+from runtime.machine.openblas import blas_threads
 from runtime.machine.processor import cpu_flags
 
 AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
@@ -106,11 +107,6 @@ def _load_blas() -> str:
     return _load_wheel_blas() or _load_system_blas() or REFERENCE
 
 
-def _runs_compiled() -> bool:
-    """Whether compiled code runs here, and the BLAS multiplies what it has dequantized."""
-    return hasattr(ctypes.CDLL(None), "cblas_sgemm") and not machine_code.lacking()
-
-
 def _load_wheel_blas() -> str:
     """OpenBLAS from the ngsolve-openblas wheel, found without importing it (it prints)."""
     for entry in sys.path:
@@ -133,19 +129,6 @@ def _dlopen(path: str) -> bool:
     except OSError:
         return False  # `prepare` reports the slow BLAS that is left
     return True
-
-
-def blas_threads() -> int:
-    """The number of threads of the loaded OpenBLAS; 1 for another BLAS.
-
-    Where oneDNN multiplies, OpenBLAS has one, and oneDNN as many as OpenBLAS had.
-    """
-    if (library := onednn.loaded()) is not None:
-        return library.threads
-    libraries = ctypes.CDLL(None)
-    if not hasattr(libraries, "openblas_get_num_threads"):
-        return 1
-    return max(1, int(libraries.openblas_get_num_threads()))
 
 
 def arithmetic(of_options: bool = True) -> dict[str, str]:
@@ -204,7 +187,7 @@ def this_machine(device: str, arithmetic: str, compute_dtype: str = "float32") -
         limit_bytes=memory_limit_bytes(),
         compute_dtype=dtype.name,
         compute_reason=dtype.reason,
-        llvm=device == "cpu" and not packed and _runs_compiled(),
+        llvm=device == "cpu" and not packed and not machine_code.lacking(),
     )
 
 

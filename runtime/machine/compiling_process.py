@@ -26,6 +26,7 @@ def main(given: str, *targets: str) -> None:
         sys.exit(f"its LLVM {version} is too old: {OLDEST} is needed")
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    llvm.initialize_native_asmparser()
     machine = llvm.Target.from_default_triple().create_target_machine(
         llvm.get_host_cpu_name(),
         llvm.get_host_cpu_features().flatten(),

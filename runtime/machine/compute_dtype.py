@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.core.errors import UsageError
-from runtime.machine.onednn import OPTION, OneDnn, share_cores
+from runtime.machine.onednn import OPTION, OneDnn
+from runtime.machine.openblas import share_cores
 
 FASTER = 1.15  # times the rate of float32, from which on `auto` takes bfloat16
 TOKENS, COLUMNS, ROWS = 256, 896, 256  # of a product that is measured: one slice of a small model

@@ -15,7 +15,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from importlib.util import find_spec
@@ -29,11 +29,14 @@ from runtime.core.version import installed_version
 from runtime.machine import compiling_process
 from runtime.machine.processor import cpu_flags, model
 
-Function = Callable[..., None]
+Function = Any
+"""It takes addresses and 64-bit integers, returns nothing, and has its own `address`."""
 EXTRA = "pip install 'ondevice-tune[llvmlite]'"
 DIGEST_BYTES = 32
 _own: dict[str, bytes] = {}  # code that the cache folder does not keep, by its name there
 _refusals: list[str] = []  # why it does not
+
+NEEDED = {"avx2", "f16c", "fma"}  # which the texts' vectors become
 PROBE = "define void @probe(ptr %at) {\n  store i64 42, ptr %at\n  ret void\n}\n"
 
 
@@ -48,8 +51,8 @@ def lacking() -> str:
     if not is_built_for():
         here = f"{sys.platform} on {platform.machine()}"
         return f"it is built for Linux on x86-64, and this is {here}"
-    if "f16c" not in cpu_flags():
-        return "the processor does not convert the 16 bits of scales itself"
+    if absent := sorted(NEEDED - set(cpu_flags())):
+        return f"the processor lacks {', '.join(absent)}"
     if find_spec("llvmlite") is None:
         return f"llvmlite is not installed: {EXTRA}"
     given = ctypes.c_int64()
@@ -143,6 +146,11 @@ def _keep(made: Mapping[str, bytes]) -> None:
 
 @cache
 def function(text: str, arguments: int) -> Function:
+    """`load`, once for each text, which stays in memory."""
+    return load(text, arguments)
+
+
+def load(text: str, arguments: int) -> Function:
     """The function that a text defines, which takes so many addresses or 64-bit integers.
 
     Raises:
@@ -156,7 +164,8 @@ def function(text: str, arguments: int) -> Function:
     octets = np.frombuffer(_mapped(_name(text)), np.uint8)
     made: Any = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(octets.ctypes.data)
     made.mapped = octets  # as long as the function can be called
-    return made  # type: ignore[no-any-return]
+    made.address = octets.ctypes.data
+    return made
 
 
 def _mapped(name: str) -> mmap.mmap:

@@ -235,16 +235,6 @@ def loaded() -> OneDnn | None:
     return _loaded[0] if _loaded else None
 
 
-def share_cores(multiplies: bool) -> None:
-    """Leave one thread to OpenBLAS where oneDNN multiplies, else all of them.
-
-    Threads that have nothing to do take a core: both libraries have them wait in busy loops.
-    """
-    blas = ctypes.CDLL(None)
-    if _loaded and hasattr(blas, "openblas_set_num_threads"):
-        blas.openblas_set_num_threads(1 if multiplies else _loaded[0].threads)
-
-
 def _elsewhere() -> str:
     """The system and processor, where the library is not for them; else empty."""
     here = (sys.platform, platform.machine())

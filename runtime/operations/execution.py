@@ -66,6 +66,11 @@ class Execution:
         return self.compute_dtype == "bfloat16" and self.tables.device == "cpu"
 
     @property
+    def in_map(self) -> bool:
+        """Whether compiled code multiplies quantized tiles where they lie in the map."""
+        return self.compiled and self.compute_dtype == "float32"
+
+    @property
     def value_dtype(self) -> str:
         """The type of a program's values: on a GPU that of products, which else round copies."""
         return self.compute_dtype if self.tables.device == "gpu" else "float32"
@@ -97,6 +102,8 @@ class Execution:
         """
         values = min(values, matrix.rows * matrix.columns)
         ready = self.tile_bytes(matrix, values)
+        if self.in_map and not matrix.is_float:
+            return ready
         if self.value_bytes < F32 and not self.packed:  # by way of float32, which heads multiply
             ready += values * F32
         if matrix.is_float:
@@ -115,8 +122,10 @@ class Execution:
         if self.packed and not matrix.is_float:
             share = values / (matrix.rows * matrix.columns)
             return int(matrix.nbytes * share) + 2 * _per_group(matrix, values)
-        added = matrix.biases is None or (self.compiled and self.factor_bytes == F32)
-        return values * self.factor_bytes + (0 if added else _per_group(matrix, values))
+        if self.in_map and not matrix.is_float:
+            return 0
+        added = 0 if matrix.biases is None else _per_group(matrix, values)
+        return values * self.factor_bytes + added
 
     def tile_shape(self, name: str, backward: bool) -> tuple[int, int]:
         """The rows and columns of a matrix's tile."""

@@ -20,7 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import quiet, view
+from runtime.arrays.compiled_gates import gate, gate_vjp
 from runtime.arrays.values import Gradients, Loras, Values
+from runtime.machine.threads import Team
 from runtime.operations.gated import CHUNK_VALUES, Gated
 from runtime.operations.kernel import Run, Tools
 from runtime.operations.values import is_parameter
@@ -40,32 +42,40 @@ Curve = Callable[[Floats, Floats | None, Floats | None, Floats, Floats], None]
 """Computes f of g, its slope, or both, where they are given, with two arrays of scratch."""
 
 
-def gated(curve: Curve, *parts: mx.array) -> mx.array:
+def gated(curve: Curve, *parts: mx.array, team: Team | None = None) -> mx.array:
     """f(gate) * up, evaluated, of float32 arrays of one shape; without an up f(gate)."""
     (y,) = _made(parts[0], 1)
-    gate_into(curve, parts, y)
+    gate_into(curve, parts, y, team)
     return y
 
 
 @quiet
-def gate_into(curve: Curve, parts: Sequence[Any], y: Any) -> None:
+def gate_into(curve: Curve, parts: Sequence[Any], y: Any, team: Team | None = None) -> None:
     """`gated` in y, of MLX's arrays or of NumPy's."""
+    if team is not None and (given := _in_order(curve, [*parts, y])):
+        gate(team, curve.args, given[:-1], given[-1])  # type: ignore[attr-defined]
+        return
     for (g, *up, f), s, t in _chunks(*parts, y):
         curve(g, f, None, s, t)
         for u in up:
             np.multiply(f, u, out=f)
 
 
-def gated_vjp(curve: Curve, *parts: mx.array) -> list[mx.array]:
+def gated_vjp(curve: Curve, *parts: mx.array, team: Team | None = None) -> list[mx.array]:
     """The gradients of gate and up, or of the gate alone, evaluated. The last part is dy."""
     gradients = _made(parts[0], len(parts) - 1)
-    gate_vjp_into(curve, parts, gradients)
+    gate_vjp_into(curve, parts, gradients, team)
     return gradients
 
 
 @quiet
-def gate_vjp_into(curve: Curve, parts: Sequence[Any], gradients: Sequence[Any]) -> None:
+def gate_vjp_into(
+    curve: Curve, parts: Sequence[Any], gradients: Sequence[Any], team: Team | None = None
+) -> None:
     """`gated_vjp` in arrays that are given."""
+    if team is not None and (given := _in_order(curve, [*parts, *gradients])):
+        gate_vjp(team, curve.args, given[: len(parts)], given[len(parts) :])  # type: ignore[attr-defined]
+        return
     alone = len(gradients) == 1
     for (g, *values), s, t in _chunks(*parts, *gradients):
         if alone:
@@ -77,6 +87,14 @@ def gate_vjp_into(curve: Curve, parts: Sequence[Any], gradients: Sequence[Any]) 
             np.multiply(du, d, out=du)
             np.multiply(dg, u, out=dg)
         np.multiply(dg, d, out=dg)
+
+
+def _in_order(curve: Curve, arrays: Sequence[Any]) -> list[Floats]:
+    """The arrays, where compiled code takes such a curve and all lie in order."""
+    if not (isinstance(curve, partial) and curve.func is _logistic):
+        return []
+    views = [view(array) for array in arrays]
+    return views if all(each.flags.c_contiguous for each in views) else []
 
 
 def curve_of(operation: Gated, argument: Callable[[str], Any]) -> Curve:
@@ -287,7 +305,7 @@ class GatedKernel:
             y = mx.zeros((1, run.tokens, width))
             self.tools.arrays.settle(y)
             parts = parts_of([values[each] for each in operation.activations], width)
-            gate_into(curve, parts, y)
+            gate_into(curve, parts, y, self.tools.matrices.team)
             values[name] = y
 
     def _argument(self, run: Run, loras: Loras, name: str) -> mx.array:
@@ -301,6 +319,6 @@ class GatedKernel:
         self.tools.arrays.settle(made)
         of_parts = (parts_of(arrays, dy.shape[-1]) for arrays in (given, made))
         parts, d_parts = of_parts
-        gate_vjp_into(curve, [*parts, dy], d_parts)
+        gate_vjp_into(curve, [*parts, dy], d_parts, self.tools.matrices.team)
         results = dict(zip(operation.activations, made, strict=True))
         return {name: results[name] for name in run.instruction.wanted}

@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from runtime.arrays.dropout import DropoutMask
 from runtime.arrays.matrices import Matrices
+from runtime.arrays.products import LowRank
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, RowSum
 from runtime.arrays.values import Gradients, Lora, Loras, Move, Values, accumulate, move_of
@@ -49,58 +50,76 @@ class LoraProducts:
 
         `moves` say how each moves the matrix itself; without them none does.
         """
-        outputs = self._products(xs, matrix, moves or [None] * len(xs))
+        added = [self._added(x, lora) for x, lora in zip(xs, loras, strict=True)]
+        outputs = self._products(xs, matrix, moves or [None] * len(xs), added)
+        added.clear()
         results = []
-        for x, bias, lora in zip(xs, biases, loras, strict=True):
+        for bias in biases:
             y = outputs.pop(0)
             if bias is not None:
                 y = self.matrices.arrays.sum(y, bias)
-            if lora is not None:
-                if lora.observer is not None:
-                    lora.observer(x.astype(mx.float32))
-                given = self.dropped(x, self.mask(x, lora))
-                through_a = self.through_a(given, lora)
-                y = mx.addmm(y, through_a.astype(y.dtype), lora.b.astype(y.dtype))
-                del given
             self.matrices.arrays.settle(y)
             results.append(y)
         return results
 
+    def _added(self, x: mx.array, lora: Lora | None) -> LowRank | None:
+        """s (x A) B, which an adapter adds to the products of x."""
+        if lora is None:
+            return None
+        if lora.observer is not None:
+            lora.observer(x.astype(mx.float32))
+        through_a = self.through_a(self.dropped(x, self.mask(x, lora)), lora)
+        self.matrices.arrays.settle(through_a)
+        return LowRank(through_a, lora.b)
+
     def _products(
-        self, xs: Sequence[mx.array], matrix: Matrix, moves: Sequence[Move | None]
+        self,
+        xs: Sequence[mx.array],
+        matrix: Matrix,
+        moves: Sequence[Move | None],
+        added: Sequence[LowRank | None],
     ) -> list[mx.array]:
-        """x W^T of every x; the tiles write into outputs that are allocated before them.
+        """x W^T of every x, and what is added; tiles write into outputs allocated before them.
 
         If the products of tiles were kept and joined later, they would fill the holes that freed
         tiles leave in the heap, and every tile would need new memory.
         """
         matrices, arrays = self.matrices, self.matrices.arrays
         if matrices.by_columns(matrix):
-            return self._sums(xs, matrix)
+            return self._sums(xs, matrix, added)
         inputs = [matrices.input(x) for x in xs]
-        if len(list(matrices.ranges(matrix))) == 1:
+        if len(list(matrices.taken(matrix))) == 1:
             whole: dict[int, mx.array] = {}
             for tile, lanes in matrices.as_seen(matrix, 0, matrix.rows, moves):
                 for lane in lanes:
-                    whole[lane] = tile.transposed_product(inputs[lane])
+                    whole[lane] = tile.transposed_product(inputs[lane], added=added[lane])
                     arrays.settle(whole[lane])
                 del tile
             return [whole.pop(lane) for lane in range(len(xs))]
         outputs = [mx.zeros((x.shape[0], matrix.rows)) for x in xs]
         arrays.settle(outputs)
-        for start, stop in matrices.ranges(matrix):
+        for start, stop in matrices.taken(matrix):
             for tile, lanes in matrices.as_seen(matrix, start, stop, moves):
                 for lane in lanes:
                     tile.put_product(inputs[lane], outputs[lane], slice(start, stop))
                 del tile
-        return outputs
+        return self._with(outputs, added)
 
-    def _sums(self, xs: Sequence[mx.array], matrix: Matrix) -> list[mx.array]:
+    def _with(self, ys: list[mx.array], added: Sequence[LowRank | None]) -> list[mx.array]:
+        """Every y, which is consumed, with what is added to it."""
+        for each in added:
+            ys.append(_plus(ys.pop(0), each))
+            self.matrices.arrays.settle(ys[-1])
+        return ys
+
+    def _sums(
+        self, xs: Sequence[mx.array], matrix: Matrix, added: Sequence[LowRank | None]
+    ) -> list[mx.array]:
         """x W^T of every x, where tiles are columns: the sum of the products with all of them."""
         matrices, arrays = self.matrices, self.matrices.arrays
         outputs = [mx.zeros((x.shape[0], matrix.rows)) for x in xs]
         arrays.settle(outputs)
-        for start, stop in matrices.ranges(matrix):
+        for start, stop in matrices.taken(matrix):
             tile = matrices.tile(matrix, start, stop)
             for x in xs:
                 given = matrices.input(x, slice(start, stop))
@@ -108,7 +127,7 @@ class LoraProducts:
                 del given
                 arrays.settle(outputs[-1])
             del tile
-        return outputs
+        return self._with(outputs, added)
 
     def through_a(self, x: mx.array, lora: Lora) -> mx.array:
         """s (x A) (T, r) for x (T, C)."""
@@ -118,41 +137,52 @@ class LoraProducts:
         """s (dy B^T) (T, r) for dy (T, R), which dA and dx both use."""
         return (dy @ lora.b.T) * lora.scale
 
-    def backward_input(self, dy: mx.array, matrix: Matrix) -> mx.array:
-        """dy W (T, C) for dy (T, R): dx without the adapter's part."""
+    def backward_input(
+        self, dy: mx.array, matrix: Matrix, added: LowRank | None = None
+    ) -> mx.array:
+        """dy W (T, C) for dy (T, R), with `added`, the adapter's part."""
         matrices = self.matrices
         if matrices.by_columns(matrix):
-            return self._input_columns(dy, matrix)
+            return _plus(self._input_columns(dy, matrix), added)
         total = RowSum(matrices.arrays)
-        for start, stop in matrices.ranges(matrix):
-            rows = None if stop - start == matrix.rows else slice(start, stop)
-            total.add(matrices.input(dy, rows), matrices.tile(matrix, start, stop))
-        return total.result()
+        at_once = len(list(matrices.taken(matrix))) == 1
+        for start, stop in matrices.taken(matrix):
+            rows = None if at_once else slice(start, stop)
+            tile = matrices.tile(matrix, start, stop)
+            total.add(matrices.input(dy, rows), tile, added=added if at_once else None)
+            del tile
+        return total.result() if at_once else _plus(total.result(), added)
 
     def _input_columns(self, dy: mx.array, matrix: Matrix) -> mx.array:
         """dy W (T, C), where tiles are columns of W."""
         matrices, arrays = self.matrices, self.matrices.arrays
         dx, given = mx.zeros((dy.shape[0], matrix.columns)), matrices.input(dy)
         arrays.settle(dx)
-        for start, stop in matrices.ranges(matrix):
+        for start, stop in matrices.taken(matrix):
             part = self.input_part(given, matrix, start, stop)
             arrays.put(dx, (slice(None), slice(start, stop)), part)
             del part
         return dx
 
-    def input_part(self, dy: Input, matrix: Matrix, start: int, stop: int) -> mx.array:
-        """Columns start:stop of dy W (T, C), where these are a tile of W."""
+    def input_part(
+        self, dy: Input, matrix: Matrix, start: int, stop: int, added: LowRank | None = None
+    ) -> mx.array:
+        """Columns start:stop of dy W (T, C), where these are a tile of W, with `added`."""
         total = RowSum(self.matrices.arrays)
-        total.add(dy, self.matrices.tile(matrix, start, stop))
+        total.add(dy, self.matrices.tile(matrix, start, stop), added=added)
         return total.result()
 
-    def add_lora_input(
-        self, dx: mx.array, lora: Lora, dy_b: mx.array, mask: DropoutMask | None = None
+    def lora_input(
+        self, lora: Lora, dy_b: mx.array, mask: DropoutMask | None = None
+    ) -> LowRank | None:
+        """The adapter's part of dx, which follows from `through_b`; None if values are dropped."""
+        return LowRank(dy_b, lora.a, transposed=True) if mask is None else None
+
+    def add_dropped_input(
+        self, dx: mx.array, lora: Lora, dy_b: mx.array, mask: DropoutMask | None
     ) -> mx.array:
-        """dx with the adapter's part added, which follows from `through_b`."""
-        if mask is None:
-            return mx.addmm(dx, dy_b.astype(dx.dtype), lora.a.T.astype(dx.dtype))
-        return dx + mask(dy_b @ lora.a.T)
+        """dx with the adapter's part added, where values are dropped."""
+        return dx if mask is None else dx + mask(dy_b @ lora.a.T)
 
     def backward_lora(
         self, x: mx.array, dy: mx.array, lora: Lora, dy_b: mx.array, mask: DropoutMask | None = None
@@ -181,6 +211,10 @@ class LoraProducts:
         remaining = mask(x)
         self.matrices.arrays.settle(remaining)
         return remaining
+
+
+def _plus(y: mx.array, added: LowRank | None) -> mx.array:
+    return y if added is None else added.onto(y)
 
 
 @dataclass(frozen=True)
@@ -242,10 +276,11 @@ class LinearKernel:
                 del pair
             if run.instruction.wanted:
                 name = run.block.tensor(linear.name)
-                dx = products.backward_input(dy, self.tools.stored[name])
+                added = None if lora is None else products.lora_input(lora, dy_b, mask)
+                dx = products.backward_input(dy, self.tools.stored[name], added)
                 if lora is not None:
-                    dx = products.add_lora_input(dx, lora, dy_b, mask)
-                    del dy_b
+                    dx = products.add_dropped_input(dx, lora, dy_b, mask)
+                    del dy_b, added
                 total = dx if total is None else arrays.sum(total, dx)
                 arrays.settle(total)
                 del dx

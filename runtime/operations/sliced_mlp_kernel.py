@@ -23,6 +23,7 @@ import mlx.core as mx
 from runtime.arrays.arrays import Arrays
 from runtime.arrays.dropout import DropoutMask
 from runtime.arrays.matrices import Matrices
+from runtime.arrays.products import LowRank
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, ReadyTile, RowSum
 from runtime.arrays.values import Gradients, Lora, Loras, Values, accumulate
@@ -66,11 +67,12 @@ class _Into:
     def forward(self, tile: ReadyTile, columns: slice, arrays: Arrays) -> mx.array:
         """The values (T, w) of a slice, without the activation."""
         columns = _from(self.first, columns)
-        y = tile.transposed_product(self.given)
+        added = None
+        if self.adapter is not None:
+            added = LowRank(self.adapter.through_a, self.adapter.lora.b, columns=columns)
+        y = tile.transposed_product(self.given, added=added)
         if self.bias is not None:
             y = arrays.sum(y, self.bias[columns])
-        if self.adapter is not None:
-            y = mx.addmm(y, self.adapter.through_a, self.adapter.lora.b[:, columns])
         arrays.settle(y)
         return y
 
@@ -89,15 +91,15 @@ class _DownAdapter:
 
     def add(self, a: mx.array, columns: slice, arrays: Arrays) -> mx.array:
         """Add drop(a) A_s; returns drop(a)."""
-        mask = self.mask(a, columns)
+        mask = self.mask(a.shape[0], columns)
         a = a if mask is None else mask(a)
         self.through_a = mx.addmm(self.through_a, a, self.lora.a[columns])
         arrays.settle(self.through_a, a)
         return a
 
-    def mask(self, a: mx.array, columns: slice) -> DropoutMask | None:
+    def mask(self, tokens: int, columns: slice) -> DropoutMask | None:
         """Which of a slice's values are dropped."""
-        dropout, (tokens, width) = self.lora.dropout, a.shape
+        dropout, width = self.lora.dropout, columns.stop - columns.start
         return None if dropout is None else dropout.mask(tokens, width, columns.start)
 
 
@@ -289,13 +291,13 @@ class _Mlp:
         """a (T, w) of a slice's gate and up, which are consumed."""
         parts = [*products]
         products.clear()
-        return gated(self.curve, *parts)
+        return gated(self.curve, *parts, team=self.matrices.team)
 
     def gated_vjp(self, products: list[mx.array], da: mx.array) -> list[mx.array]:
         """The gradients (T, w) of a slice's gate and up, which are consumed."""
         parts = [*products, da]
         products.clear()
-        return gated_vjp(self.curve, *parts)
+        return gated_vjp(self.curve, *parts, team=self.matrices.team)
 
     def finished(
         self,
@@ -334,7 +336,9 @@ class _Mlp:
             if (adapter := each.adapter) is not None and not each.first:
                 self.tools.arrays.settle(dx)
                 lora, through_b = adapter.lora, adapter.through_b
-                dx = self.linear.add_lora_input(dx, lora, through_b, adapter.mask)
+                added = self.linear.lora_input(lora, through_b, adapter.mask)
+                dx = dx if added is None else added.onto(dx)
+                dx = self.linear.add_dropped_input(dx, lora, through_b, adapter.mask)
         self.tools.arrays.settle(dx)
         return dx
 
@@ -372,12 +376,17 @@ class _DownBackward:
 
     def input_gradient(self, columns: slice) -> mx.array:
         """The gradient (T, w) of a slice's values, evaluated."""
-        linear = self.mlp.linear
-        da = linear.input_part(self.dy, self.mlp.down, columns.start, columns.stop)
+        linear, mask, added, rows = self.mlp.linear, None, None, None
         if self.adapter is not None and self.through_b is not None:
-            mask, lora = self.adapter.mask(da, columns), self.adapter.lora
-            rows = Lora(lora.a[columns], lora.b, lora.scale)
-            da = linear.add_lora_input(da, rows, self.through_b, mask)
+            tokens, lora = self.dy.x.shape[0], self.adapter.lora
+            mask = self.adapter.mask(tokens, columns)
+            if mask is None:
+                added = LowRank(self.through_b, lora.a, transposed=True, columns=columns)
+            else:
+                rows = Lora(lora.a[columns], lora.b, lora.scale)
+        da = linear.input_part(self.dy, self.mlp.down, columns.start, columns.stop, added)
+        if rows is not None and self.through_b is not None:
+            da = linear.add_dropped_input(da, rows, self.through_b, mask)
         self.mlp.tools.arrays.settle(da)
         return da
 

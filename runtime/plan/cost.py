@@ -16,6 +16,7 @@ OPERATION_S = 1 / 290e9  # of a product
 EDGE = 20  # a product with n rows, columns or tokens takes as long as one with n + EDGE
 DEQUANTIZED_S = 0.9e-9  # a value
 COMPILED_S = 0.55e-9  # a value dequantized by compiled code, reading included
+IN_CACHE_S = 0.1e-9  # a value dequantized for a product that is computed at once
 READ_S = 0.35e-9  # a byte
 TILE_S = 150e-6  # what waits between the products with two tiles
 QUERIES_S = 800e-6  # the same of a block of queries, forward or backward
@@ -91,6 +92,8 @@ def _product_seconds(tokens: int, height: int, width: int, products: float) -> f
 
 
 def _loading_seconds(matrix: Matrix, execution: Execution) -> float:
+    if execution.in_map and not matrix.is_float:
+        return matrix.rows * matrix.columns * IN_CACHE_S
     if execution.compiled and not matrix.is_float:
         return matrix.rows * matrix.columns * COMPILED_S
     return matrix.rows * matrix.columns * DEQUANTIZED_S + matrix.nbytes * READ_S

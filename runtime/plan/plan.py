@@ -42,6 +42,7 @@ LEAST_CONTEXT = 64  # tokens; a shorter context is not proposed
 DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
 PRODUCTS_BYTES = 2_500_000  # oneDNN's code for all shapes that are multiplied, and its scratchpad
+OWN_BYTES = 60_000  # of a thread that multiplies: its panel of weights, and its stack
 THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 # The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
@@ -372,7 +373,8 @@ class Planner:
         """A new plan that keeps activations and dequantized weights of as many layers as `plan`."""
         layers = len(self.manifest.layers)
         kept = min(plan.kept_layers, layers) if task.demand.backward else 0
-        materialized = min(plan.materialized_layers, layers) if self._loads_weights else 0
+        loads = self._loads_weights(self.model(task, level))
+        materialized = min(plan.materialized_layers, layers) if loads else 0
         passed = task.request.context > 0 or self.machine.packed
         head = plan.materialized_head and passed and materialized == layers
         return self._with(task, level, made, kept, materialized, head)
@@ -397,17 +399,21 @@ class Planner:
         """Whether compiled code dequantizes: weights that lie in a map, and stay as they are."""
         return self.machine.llvm and self.manifest.slice is None and not demand.trains_weights
 
-    @property
-    def _loads_weights(self) -> bool:
+    def _loads_weights(self, model: PeakModel) -> bool:
         """Whether weights can stay in memory as products take them: on a GPU also packed ones."""
+        if model.execution.in_map:
+            return False
         return not self.machine.packed or self.machine.device == "gpu"
 
     def _process_bytes(self, task: Task, model: PeakModel) -> int:
         """Bytes of the process with its BLAS, opened graphs, kept vectors and prefetch thread."""
-        blas = self.machine.blas
+        blas, execution = self.machine.blas, model.execution
         panel = min(blas.panel_bytes, model.largest_tile_bytes)
         nbytes = self.machine.process_bytes
-        if model.execution.by_onednn:  # the BLAS has one thread
+        if execution.in_map:
+            nbytes += min(blas.panel_bytes, model.largest_whole_value)
+            nbytes += blas.threads * OWN_BYTES
+        elif execution.by_onednn:  # the BLAS has one thread
             nbytes += panel + PRODUCTS_BYTES
         else:
             nbytes += blas.threads * panel
@@ -491,7 +497,7 @@ class Planner:
         materialized = materialized_bytes = 0
         spare -= kept_bytes
         head = False
-        if self._loads_weights and not sizes.in_place:
+        if self._loads_weights(model) and not sizes.in_place:
             for index in layers:
                 more = materialized_bytes + model.materialized_bytes(index)
                 if more > spare:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from runtime.arrays.compiled_dequantize import Dequantizing
+from runtime.arrays.compiled_products import MapTiles
 from runtime.arrays.matrices import Place
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.profile import Profile
@@ -16,10 +17,10 @@ from runtime.bundle.store import Bundle, open_bundle
 from runtime.core.notes import Note, silent, warning
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
-from runtime.machine.backend import blas_threads, limit_memory, load_onednn, use_device
+from runtime.machine.backend import limit_memory, load_onednn, use_device
 from runtime.machine.glibc import place_values, trim_heap
 from runtime.machine.machine_code import why_not_kept
-from runtime.machine.onednn import share_cores
+from runtime.machine.openblas import blas_threads, share_cores
 from runtime.plan.lower import LoweredModel, lower
 from runtime.plan.plan import Plan, choose_bucket
 from runtime.run.traced_graphs import with_graphs
@@ -36,7 +37,7 @@ class Session:
     graphs: Graphs
     profile: Profile = field(default_factory=Profile)
     in_place: PackedRows | None = None
-    compiled: Dequantizing | None = None
+    compiled: Dequantizing | MapTiles | None = None
     _models: dict[int, Model] = field(default_factory=dict)
     _materialized: dict[Place, ReadyTile] = field(default_factory=dict)
 
@@ -119,7 +120,7 @@ def open_session(
     by_onednn = plan.compute_dtype == "bfloat16" and bundle.manifest.device == "cpu"
     if by_onednn:
         load_onednn()
-    share_cores(by_onednn)
+    share_cores(by_onednn or (plan.compiled and weights is None))
     live_bytes = max(0, plan.active_bytes - plan.value_bytes)
     limit_memory(bundle.manifest.device, live_bytes, plan.cache_bytes)
     mx.clear_cache()
@@ -133,7 +134,8 @@ def open_session(
             in_place = PackedRows(mapped, blas_threads())
             in_place.prepare(matrices)
         if plan.compiled:
-            compiled = Dequantizing(mapped, plan.compute_dtype)
+            threads = blas_threads()
+            compiled = Dequantizing(mapped) if by_onednn else MapTiles(mapped, threads)
             compiled.prepare(matrices)
         if refusal := why_not_kept():
             note(warning(refusal))

@@ -133,9 +133,11 @@ class Weights:
         if by_columns:
             yield tuple(_columns(part, matrix, start, stop) for part in self.stored(matrix))
             return
-        yield tuple(self._view(extent, start, stop) for extent in matrix.extents)
-        row = matrix.packed.nbytes // matrix.rows
-        self._drop(matrix.packed.offset + start * row, matrix.packed.offset + stop * row)
+        try:
+            yield tuple(self._view(extent, start, stop) for extent in matrix.extents)
+        finally:
+            row = matrix.packed.nbytes // matrix.rows
+            self._drop(matrix.packed.offset + start * row, matrix.packed.offset + stop * row)
 
     def vector(self, name: str) -> mx.array:
         """A norm weight, bias or filter, float32."""

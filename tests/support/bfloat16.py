@@ -9,7 +9,7 @@ from runtime.arrays.arrays import Arrays
 from runtime.arrays.products import Products
 from runtime.core.errors import UsageError
 from runtime.engine import model
-from runtime.machine import backend
+from runtime.machine import backend, machine_code
 from runtime.machine.backend import load_onednn
 from runtime.machine.onednn import OneDnn
 from runtime.run import session
@@ -33,6 +33,6 @@ def with_rounded_products(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(compute_dtype, arrays, library)
 
     monkeypatch.setattr(model, "products_for", products_for)
-    monkeypatch.setattr(backend, "_runs_compiled", lambda: False)  # its tiles are bits for oneDNN
+    monkeypatch.setattr(machine_code, "lacking", lambda: "its tiles are bits for oneDNN")
     for module in (backend, model, session):
         monkeypatch.setattr(module, "load_onednn", lambda *_: None)

@@ -14,6 +14,7 @@ import pytest
 from oracles import whole_model as reference
 
 from runtime.arrays.compiled_dequantize import Dequantizing
+from runtime.arrays.compiled_products import MapTiles
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Gradients
 from runtime.arrays.weight_source import WeightSource
@@ -209,5 +210,8 @@ def model_of(
     sizes = Sizes(tile_values, attention_block, 0, False, slices, chunk_rows)
     packed = arithmetic == "packed"
     lowered = lower(bundle.manifest, bucket, sizes, packed, 0, compute_dtype, compiled)
-    by = Dequantizing(Weights(bundle), compute_dtype) if compiled else None
+    by = None
+    if compiled:
+        mapped = Weights(bundle)
+        by = MapTiles(mapped, 2) if compute_dtype == "float32" else Dequantizing(mapped)
     return Model(bundle, weights or Weights(bundle), lowered, Graphs(bundle), compiled=by)

@@ -261,10 +261,10 @@ def test_linear_and_its_backward(
 
     (y,), (dx, da, db) = mx.vjp(oracle, [x, a, b], [dy])
     close(products.forward(x, matrix, bias, lora), y)
-    found = products.backward_input(dy, matrix)
-    if lora is not None:
-        dy_b = products.through_b(dy, lora)
-        found = products.add_lora_input(found, lora, dy_b)
+    dy_b = None if lora is None else products.through_b(dy, lora)
+    added = None if lora is None or dy_b is None else products.lora_input(lora, dy_b)
+    found = products.backward_input(dy, matrix, added)
+    if lora is not None and dy_b is not None:
         found_a, found_b = products.backward_lora(x, dy, lora, dy_b)
         close(found_a, da)
         close(found_b, db)

@@ -1,0 +1,167 @@
+"""Gated activations by code that LLVM has compiled, in all threads.
+
+y = f(g) u with f(g) = g s(z(g)), the logistic function s and z = first g + second g**3; without an
+up y = f(g). The reference is `runtime.operations.gated_kernel`, whose curves these are within some
+1e-7: e to a number is 2**n times a polynomial of what is left (degree 6, after Cody and Waite).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from runtime.arrays.compiled_products import registers
+from runtime.arrays.products import Floats
+from runtime.machine.machine_code import Function, load
+from runtime.machine.threads import Team
+
+PIECE = 8192  # values that a thread takes at once
+
+# Fields of a job: the next piece, the number of values, and the addresses of the arrays.
+GATES = """
+declare i64 @llvm.umin.i64(i64, i64)
+declare {vector} @llvm.fma.v{lanes}f32({vector}, {vector}, {vector})
+declare {vector} @llvm.roundeven.v{lanes}f32({vector})
+declare {vector} @llvm.minnum.v{lanes}f32({vector}, {vector})
+declare {vector} @llvm.maxnum.v{lanes}f32({vector}, {vector})
+declare {vector} @llvm.masked.load.v{lanes}f32.p0(ptr, i32, {mask}, {vector})
+declare void @llvm.masked.store.v{lanes}f32.p0({vector}, ptr, i32, {mask})
+define void @gates(ptr %job, ptr %own) {{
+begin:
+  %count_at = getelementptr i64, ptr %job, i64 1
+  %count = load i64, ptr %count_at
+{fields}
+  br label %piece
+piece:
+  %number = atomicrmw add ptr %job, i64 1 seq_cst
+  %first = mul i64 %number, {piece}
+  %some = icmp ult i64 %first, %count
+  br i1 %some, label %begins, label %end
+begins:
+  %full = add i64 %first, {piece}
+  %stop = call i64 @llvm.umin.i64(i64 %full, i64 %count)
+  br label %values
+values:
+  %at = phi i64 [%first, %begins], [%next, %values]
+  %left = sub i64 %stop, %at
+  %few = call i64 @llvm.umin.i64(i64 %left, i64 {lanes})
+  %few_narrow = trunc i64 %few to i32
+  %few_one = insertelement {whole} poison, i32 %few_narrow, i64 0
+  %few_all = shufflevector {whole} %few_one, {whole} poison, {whole} zeroinitializer
+  %mask = icmp ugt {whole} %few_all, <{places}>
+{loads}
+  %g2 = fmul {vector} %g, %g
+  %z_by = call {vector} @llvm.fma.v{lanes}f32({vector} %g2, {vector} splat (float {second}), {vector} splat (float {first_factor}))
+  %z = fmul {vector} %z_by, %g
+  %minus = fneg {vector} %z
+  %below = call {vector} @llvm.minnum.v{lanes}f32({vector} %minus, {vector} splat (float 88.0))
+  %x = call {vector} @llvm.maxnum.v{lanes}f32({vector} %below, {vector} splat (float -87.0))
+  %by_two = fmul {vector} %x, splat (float {log2e})
+  %n = call {vector} @llvm.roundeven.v{lanes}f32({vector} %by_two)
+  %r_high = call {vector} @llvm.fma.v{lanes}f32({vector} %n, {vector} splat (float {minus_high}), {vector} %x)
+  %r = call {vector} @llvm.fma.v{lanes}f32({vector} %n, {vector} splat (float {minus_low}), {vector} %r_high)
+  %p6 = freeze {vector} splat (float {c6})
+{polynomial}
+  %n_whole = fptosi {vector} %n to {whole}
+  %exponent = shl {whole} %n_whole, splat (i32 23)
+  %p_bits = bitcast {vector} %p0 to {whole}
+  %e_bits = add {whole} %p_bits, %exponent
+  %e = bitcast {whole} %e_bits to {vector}
+  %one_more = fadd {vector} %e, splat (float 1.0)
+  %s = fdiv {vector} splat (float 1.0), %one_more
+  %f = fmul {vector} %g, %s
+{results}
+  %next = add i64 %at, {lanes}
+  %more = icmp ult i64 %next, %stop
+  br i1 %more, label %values, label %piece
+end:
+  ret void
+}}
+"""  # noqa: E501
+LOAD = """  %{name}_at = getelementptr float, ptr %{name}_first, i64 %at
+  %{name} = call {vector} @llvm.masked.load.v{lanes}f32.p0(ptr %{name}_at, i32 4, {mask} %mask, {vector} zeroinitializer)"""  # noqa: E501
+STORE = """  %{name}_at = getelementptr float, ptr %{name}_first, i64 %at
+  call void @llvm.masked.store.v{lanes}f32.p0({vector} %{name}, ptr %{name}_at, i32 4, {mask} %mask)"""  # noqa: E501
+FIELD = """  %{name}_field = getelementptr i64, ptr %job, i64 {at}
+  %{name}_first = load ptr, ptr %{name}_field"""
+TERM = "  %p{to} = call {vector} @llvm.fma.v{lanes}f32({vector} %p{of}, {vector} %r, {vector} splat (float {c}))"  # noqa: E501
+SLOPE = """  %rest = fsub {vector} splat (float 1.0), %s
+  %z_slope = call {vector} @llvm.fma.v{lanes}f32({vector} %g2, {vector} splat (float {third}), {vector} splat (float {first_factor}))
+  %f_rest = fmul {vector} %f, %rest
+  %slope = call {vector} @llvm.fma.v{lanes}f32({vector} %f_rest, {vector} %z_slope, {vector} %s)"""  # noqa: E501
+BACKWARD = """  %d_u = fmul {vector} %d, %u
+  %dg = fmul {vector} %d_u, %slope
+  %du = fmul {vector} %d, %f"""
+
+
+def gate(team: Team, factors: tuple[float, float], parts: Sequence[Floats], y: Floats) -> None:
+    """f(g) u, or f(g), in y, of arrays that lie in order."""
+    names = ("g", "u")[: len(parts)]
+    _run(team, factors, names, ("y",), [*parts, y])
+
+
+def gate_vjp(
+    team: Team, factors: tuple[float, float], parts: Sequence[Floats], results: Sequence[Floats]
+) -> None:
+    """The gradients of gate and up, or of the gate alone, where the last part is dy."""
+    names = ("g", "u", "d") if len(parts) == 3 else ("g", "d")
+    _run(team, factors, names, ("dg", "du")[: len(results)], [*parts, *results])
+
+
+def _run(
+    team: Team,
+    factors: tuple[float, float],
+    given: tuple[str, ...],
+    made: tuple[str, ...],
+    arrays: Sequence[Floats],
+) -> None:
+    addresses = [array.__array_interface__["data"][0] for array in arrays]
+    count = arrays[0].size
+    team.run(_work(factors, given, made), (0, count, *addresses), -(-count // PIECE))
+
+
+@cache
+def _work(factors: tuple[float, float], given: tuple[str, ...], made: tuple[str, ...]) -> Function:
+    return load(text_of(factors, given, made), 2)
+
+
+def text_of(factors: tuple[float, float], given: tuple[str, ...], made: tuple[str, ...]) -> str:
+    """The function of the named arrays: g, u and d (of y), to y, or dg and du."""
+    lanes, (first, second) = registers().lanes, factors
+    names: dict[str, str | int] = {
+        **{"lanes": lanes, "vector": f"<{lanes} x float>", "whole": f"<{lanes} x i32>"},
+        **{"mask": f"<{lanes} x i1>", "piece": PIECE},
+        "places": ", ".join(f"i32 {lane}" for lane in range(lanes)),
+        **{"first_factor": _hex(first), "second": _hex(second), "third": _hex(3 * second)},
+        **{"log2e": _hex(1.4426950408889634), "minus_high": _hex(-0.693359375)},
+        **{"minus_low": _hex(2.12194440054690583e-4), "c6": _hex(1 / 720)},
+    }
+    terms = [1.0, 1.0, 1 / 2, 1 / 6, 1 / 24, 1 / 120]
+    names["polynomial"] = "\n".join(
+        TERM.format(**names, to=at, of=at + 1, c=_hex(terms[at])) for at in range(5, -1, -1)
+    )
+    fields = [FIELD.format(name=name, at=2 + at) for at, name in enumerate((*given, *made))]
+    names["fields"] = "\n".join(fields)
+    names["loads"] = "\n".join(LOAD.format(**names, name=name) for name in given)
+    results = [STORE.format(**names, name=name) for name in made]
+    if "d" in given:
+        alone = "  %dg = fmul {vector} %d, %slope"
+        results[:0] = [
+            part.format(**names) for part in (SLOPE, BACKWARD if "u" in given else alone)
+        ]
+    elif "u" in given:
+        results.insert(0, "  %y = fmul {vector} %f, %u".format(**names))
+    else:
+        results.insert(0, "  %y = freeze {vector} %f".format(**names))
+    names["results"] = "\n".join(results)
+    return GATES.format(**names)
+
+
+def _hex(value: float) -> str:
+    """A float32 as LLVM writes it: the bits of the double that it is."""
+    import struct
+
+    (bits,) = struct.unpack(
+        "<Q", struct.pack("<d", struct.unpack("<f", struct.pack("<f", value))[0])
+    )
+    return f"0x{bits:016X}"

@@ -1,0 +1,148 @@
+"""Compiled products with weights where they lie, against the operations of NumPy and MLX."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from oracles import whole_model as reference
+from support.bfloat16 import require_onednn
+from support.bundles import Rng, Tiny
+from support.compiled import RandomMatrix, require_compiled
+from support.models import CLOSE, adapters_of, mebp, model_of, rows_of
+
+from runtime.arrays import compiled_products, packed_rows
+from runtime.arrays.arrays import CpuArrays
+from runtime.arrays.compiled_products import NARROW, WIDE, CompiledProducts, MapTile, text_of
+from runtime.arrays.dequantize import dense
+from runtime.arrays.products import LowRank
+from runtime.machine.compiling_process import image
+from runtime.machine.machine_code import compile_all
+from runtime.machine.processor import cpu_flags
+from runtime.machine.threads import prepare
+
+SCALES = ("float16", "bfloat16", "float32")
+SETTINGS = list(product((4, 8), (32, 64, 128), ("symmetric", "affine")))
+REGISTERS = (WIDE, NARROW) if "avx512f" in cpu_flags() else (NARROW,)
+
+
+def _scales(at: int) -> str:
+    return SCALES[at % 3]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_at_once() -> None:
+    """A process for each text would take 0.2 s."""
+    require_compiled()
+    prepare()
+    compile_all(
+        text_of(by_rows, bits, size, _scales(at), layout == "affine", registers)
+        for at, (bits, size, layout) in enumerate(SETTINGS)
+        for by_rows, registers in product((False, True), REGISTERS)
+    )
+
+
+@pytest.mark.parametrize("registers", REGISTERS, ids=lambda each: f"{each.lanes} lanes")
+@pytest.mark.parametrize("at", range(len(SETTINGS)))
+def test_every_weight_is_that_of_the_reference(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, at: int, registers: compiled_products.Registers
+) -> None:
+    """The product with the identity has every bit of the weights, in either direction."""
+    monkeypatch.setattr(compiled_products, "registers", lambda: registers)
+    bits, size, layout = SETTINGS[at]
+    weights = RandomMatrix(rng, bits, layout, size, _scales(at), most=150)
+    ours = CompiledProducts(CpuArrays(), 2)
+    for by_columns in (False, True):
+        start, stop = weights.part(rng, by_columns)
+        tile = MapTile(weights.matrix, weights.mapped(weights.matrix, start, stop, by_columns))
+        expected = np.array(dense(weights.tile(start, stop, by_columns), bits, CpuArrays()))
+        rows, columns = expected.shape
+        assert (expected == np.array(ours.by_columns(mx.eye(columns), tile, None)).T).all()
+        assert (np.array(ours.by_rows(mx.eye(rows), tile, None)) == expected).all()
+
+
+@pytest.mark.parametrize("registers", REGISTERS, ids=lambda each: f"{each.lanes} lanes")
+@pytest.mark.parametrize("tokens", [1, 5, 6, 37, 64])
+def test_sums_and_adapters_are_those_of_numpy(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, tokens: int, registers: compiled_products.Registers
+) -> None:
+    monkeypatch.setattr(compiled_products, "registers", lambda: registers)
+    at = int(rng.integers(len(SETTINGS)))
+    bits, size, layout = SETTINGS[at]
+    weights = RandomMatrix(rng, bits, layout, size, _scales(at), most=150)
+    start, stop = weights.part(rng, False)
+    tile = MapTile(weights.matrix, weights.mapped(weights.matrix, start, stop, False))
+    w = np.array(dense(weights.tile(start, stop, False), bits, CpuArrays())).astype(np.float64)
+    rows, columns = w.shape
+
+    def drawn(*shape: int) -> mx.array:
+        return mx.array(rng.normal(size=shape).astype(np.float32))
+
+    alone, both = (CompiledProducts(CpuArrays(), threads) for threads in (1, 3))
+    for by_rows, rank in product((False, True), (0, 3, 130)):
+        depth, width = (rows, columns) if by_rows else (columns, rows)
+        x, onto, u, b = (
+            drawn(tokens, depth), drawn(tokens, width), drawn(tokens, rank), drawn(rank, width)
+        )  # fmt: skip
+        added = LowRank(u, b) if rank else None
+        expected = np.array(x).astype(np.float64) @ (w if by_rows else w.T)
+        expected += np.array(u).astype(np.float64) @ np.array(b) if rank else 0
+        name = "by_rows" if by_rows else "by_columns"
+        y = getattr(both, name)(x, tile, None, added)
+        assert reference.relative_error(y, mx.array(expected)) <= CLOSE
+        assert (np.array(y) == np.array(getattr(alone, name)(x, tile, None, added))).all()
+        expected += np.array(onto)
+        sums = getattr(both, name)(x, tile, onto, added)
+        assert reference.relative_error(sums, mx.array(expected)) <= CLOSE
+    whole, a = mx.zeros((tokens, rows + 5)), drawn(rows + 4, 3)
+    x, u = drawn(tokens, columns), drawn(tokens, 3)
+    added = LowRank(u, a, transposed=True, columns=slice(2, 2 + rows))
+    both.put(x, tile, whole, slice(3, 3 + rows), added)
+    expected = np.array(x).astype(np.float64) @ w.T + np.array(u) @ np.array(a)[2 : 2 + rows].T
+    assert reference.relative_error(whole[:, 3 : 3 + rows], mx.array(expected)) <= CLOSE
+    assert not np.array(whole)[:, :3].any()
+    assert not np.array(whole)[:, 3 + rows :].any()
+
+
+@pytest.mark.parametrize("processor", ["haswell", "znver3"])
+def test_processors_without_bfloat16_read_such_scales(processor: str) -> None:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_default_triple()
+    machine = target.create_target_machine(processor, opt=3, reloc="pic", codemodel="small")
+    for bits, layout in product((4, 8), ("symmetric", "affine")):
+        texts = (
+            text_of(False, bits, 64, "bfloat16", layout == "affine", NARROW),
+            text_of(True, bits, 64, "bfloat16", layout == "affine", NARROW),
+            packed_rows.text_of(bits, 64, layout, "bfloat16", 4),
+        )
+        for text in texts:
+            assert image(machine.emit_object(llvm.parse_assembly(text)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "layouts", "slices"), [("qwen2", "", True), ("gemma3", "mixed", False)]
+)
+def test_gradients_are_those_without_compiled_code(
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str, slices: bool, dtype: str
+) -> None:
+    if dtype == "bfloat16":
+        require_onednn()
+    bundle = tiny(family, layouts)
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+
+    def gradients(compiled: bool) -> dict[str, mx.array]:
+        (folder := tmp_path / str(compiled)).mkdir()
+        model = model_of(bundle, 32, slices=slices, compute_dtype=dtype, compiled=compiled)
+        return mebp(model, adapters, rows, folder)[1]
+
+    ours, others = gradients(True), gradients(False)
+    for name, value in others.items():
+        if value.any():
+            assert reference.relative_error(ours[name], value) <= CLOSE, name
