@@ -36,8 +36,9 @@ from runtime.operations.values import dtype_of
 # by its name, because this process must not load model classes
 TRACING_PROCESS = "ondevice.cli.tracing_process"
 TRACING_S = 600  # of the CPU; a model of 4B takes 2 s for each sequence bucket
-# of address space, where 0.5 GiB is usual; a GPU's driver reserves far more of it than it uses
-TRACING_BYTES = {"cpu": 4 << 30, "gpu": 1 << 40}
+# of address space, where 0.5 GiB is usual; a GPU's driver, which comes with MLX wherever graphs are
+# traced for, reserves far more of it than it uses
+TRACING_BYTES, WITH_GPU_BYTES = 4 << 30, 1 << 40
 
 
 def with_graphs(bundle: Bundle, device: str = "auto", note: Note = silent) -> Bundle:
@@ -138,12 +139,13 @@ def _trace(bundle: Bundle, folder: Path, device: str) -> None:
         for old in folder.parent.glob(f"{folder.name}.*.partial"):  # of a process that was killed
             shutil.rmtree(old, ignore_errors=True)
         part = Path(tempfile.mkdtemp(".partial", f"{folder.name}.", folder.parent))
+    most_bytes = WITH_GPU_BYTES if mx.is_available(mx.gpu) else TRACING_BYTES
     try:
         run_module(
             TRACING_PROCESS,
             f"tracing the graphs of {bundle.path}",
             part,
-            limits=Limits(TRACING_BYTES[device], TRACING_S),
+            limits=Limits(most_bytes, TRACING_S),
             given=manifest_bytes(bundle.manifest).decode(),  # its file may change meanwhile
             failure=BundleError,
             name=bundle.path,

@@ -64,7 +64,7 @@ def mezo_of(
     **more: Any,
 ) -> ZerothOrder:
     """MeZO on a model, for steps of so many rows."""
-    shape = (1, model.bucket, model.bundle.manifest.hidden_size)
+    shape = (1, model.bucket, model.bundle.manifest.widest)
     scratch = Activations(folder, 1, 2 * queries * rows, shape)
     noise = seed if isinstance(seed, Noise) else Noise(seed)
     point = TwoPoint(queries)

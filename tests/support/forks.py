@@ -234,7 +234,11 @@ if __name__ == "__main__":
     prepare()  # before MLX is imported
     import gc
 
+    import mlx.core
+
     _import(sys.argv[2:])
+    if mlx.core.cuda.is_available():
+        start = []  # so that all get fresh processes: CUDA, which MLX has begun, ends with a fork
     subprocess.run = run  # type: ignore[assignment]
     gc.collect()
     gc.freeze()  # no fork has to look through what is imported

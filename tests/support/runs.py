@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from ondevice.cli.main import main
 from runtime.core.signals import ENDING
 from runtime.machine.backend import prepare
@@ -51,7 +53,8 @@ def python(
         done = forked(source.address, code, *arguments, environment=environment)
         if done is not None:
             return done
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+    own = () if program == ROOT else ("-P",)  # else the packages here would come first
+    command = [sys.executable, *own, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
@@ -129,6 +132,7 @@ def struck(
     return python(STRUCK, numbers, moment, *arguments, exporting=arguments[:1] in EXPORTS)
 
 
+MUCH = "6GB" if mx.cuda.is_available() else "400MB"  # CUDA's libraries alone take 1 GB
 NO_OTHERS = "--also-evaluate=none"  # a process for their tokens, and 30 rows before and after
 
 
@@ -138,7 +142,7 @@ def train_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list
         "max-seq-length": 24,
         "steps": steps,
         "batch-size": 2,
-        "budget": "400MB",  # runs in this process take what earlier tests hold besides
+        "budget": MUCH,  # runs in this process take what earlier tests hold besides
         "save-every": 1,
         "output": run,
         "learning-rate": 1e-2,

@@ -255,11 +255,15 @@ class ZerothOrder:
         points: Sequence[Point],
     ) -> None:
         """The block's adapters at all points of one query."""
-        theta = self.adapters.tensors
         names = self._names(block)
+        theta = {name: self.adapters.tensors[name] for name in names}  # each read copies it
         query, owner = points[0].query, self.adapters.manifest.owner(block)
         moves = self._only.get(query, owner) == owner
-        z = {name: self._direction(number, query, name) for name in self._trained(names) if moves}
+        z = {
+            name: self._direction(number, query, name, theta[name].shape)
+            for name in self._trained(names)
+            if moves
+        }
         for point in points:
             step = point.sign * self.epsilon
             tensors = {
@@ -270,8 +274,8 @@ class ZerothOrder:
             adapters = Adapters(self.adapters.manifest, tensors)
             perturbed[point] = adapters.loras(block)
 
-    def _direction(self, number: int, query: int, name: str) -> mx.array:
-        z = self.noise.draw(number, query, name, self.adapters.tensors[name].shape)
+    def _direction(self, number: int, query: int, name: str, shape: tuple[int, ...]) -> mx.array:
+        z = self.noise.draw(number, query, name, shape)
         return z if query in self._only else self.descent.direction(name, z)
 
     def _names(self, block: Block) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
-from support.estimators import mezo_of
+from support.estimators import copy_of, mezo_of
 from support.gpu_products import with_gpu_products
 from support.layouts import STORED, WITH_EXPERTS
 from support.lengths import pairs
@@ -31,6 +31,7 @@ from support.models import (
     row_of,
 )
 from support.plans import MAC, PLENTY, predicted, task_of
+from support.random_types import random_bundle
 
 from export import graph_files
 from export.graph_files import trace_graphs
@@ -57,6 +58,14 @@ from runtime.storage.activations import Activations
 MOST = 10  # evaluations of a block in one pass, each operation by itself or the head
 # linear attention is an operation more; experts are evaluated one by one: there may be hundreds
 MORE = {"qwen3_5": 1, "qwen3-moe": 8}
+# of two layers to four, with what no preset has; and names of adapted ends, tied and not
+OF_TYPES = {
+    **{name: (name,) for name in ("phi3", "opt", "gemma4_text", "lfm2_moe", "gpt_oss")},
+    "tied ends": ("qwen2", "embed_tokens", "down_proj"),
+    "ends": ("llama", "embed_tokens", "lm_head", "q_proj"),
+}
+# experts, which are evaluated one by one; and products with what goes along with hidden values
+OF_TYPES_MORE = {"lfm2_moe": 4, "gpt_oss": 4, "gemma4_text": 7}
 OTHERS = [*((family, "") for family in MIXERS), WITH_EXPERTS]
 MODES = [
     (0, "operation"),
@@ -305,6 +314,51 @@ def test_in_bfloat16_gradients_lie_within_rounding_of_float64(
     expected_loss, expected = reference.gradients(dense, [(row.tokens, row.scored)])
     assert float(found.pop("loss")) == pytest.approx(expected_loss, rel=1e-2)
     agree(found, expected, WITHIN_ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("case", "evaluation"),
+    [
+        pytest.param(case, evaluation, marks=() if case == "gemma4_text" else pytest.mark.slow)
+        for case in OF_TYPES
+        for evaluation in ("operation", "block")
+    ],
+)
+def test_other_types_and_adapted_ends_are_the_cpus(
+    placed: Traced,
+    rng: Rng,
+    seed: int,
+    tmp_path: Path,
+    evaluations: Evaluations,
+    case: str,
+    evaluation: str,
+) -> None:
+    """MeBP's gradients and MeZO's loss; few evaluations, within the bytes that the plan says."""
+    (tmp_path / "placed").mkdir()
+    model_type, *targets = OF_TYPES[case]
+    plain = random_bundle(tmp_path, model_type, 4)
+    lora = {"targets": tuple(targets)} if targets else {}
+    plain, bundle = (with_lora(one, **lora) for one in (plain, placed(plain)))
+    bucket, sizes = plain.manifest.buckets[0], small(rng, evaluation)
+    adapters, row = adapters_of(plain, rng), row_of(plain, rng, bucket)
+    mx.eval(adapters.tensors)
+    opening = opened(bundle, sizes, "mebp", bucket)
+    found: list[dict[str, mx.array]] = []
+    peak, most = peak_of(
+        opening.plan,
+        lambda: found.append(mebp(opening.model(bucket), adapters, [row], tmp_path / "placed")[1]),
+    )
+    print(evaluations, peak, most)
+    assert evaluations.most <= MOST + OF_TYPES_MORE.get(model_type, 0) and peak <= most
+    opening = opened(bundle, sizes, "mezo", bucket, lanes=2)
+    losses = []
+    for model in (opening.model(bucket), model_of(plain, bucket)):
+        use_device(model.bundle.manifest.device if mx.is_available(mx.gpu) else "cpu")
+        method = mezo_of(model, copy_of(adapters), tmp_path, seed, 1, lanes=2)
+        losses.append(method.step(0, 1e-3, [[row]]).loss.loss_sum)
+        method.settle()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    agree(found[0], mebp(model_of(plain, bucket), adapters, [row], tmp_path)[1])
 
 
 def test_graphs_for_a_gpu_are_there_for_tiles_and_for_whole_buckets(

@@ -120,6 +120,7 @@ from support.bundles import as_it_lies
 from support.models import mebp, model_of
 from support.plans import demand_of
 
+mx.set_default_device(mx.cpu)
 packages, folder = map(Path, sys.argv[1:3])
 assert all(packages in Path(one.__file__).parents for one in (runtime, ondevice, harness))
 given = json.loads((folder / "rows.json").read_text())

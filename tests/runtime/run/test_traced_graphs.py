@@ -20,6 +20,7 @@ from runtime.bundle.traced import RECORD
 from runtime.bundle.trusted import are_trusted, trust_graphs
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.paths import cache_folder
+from runtime.data.limits import Limits
 from runtime.engine.graphs import Graphs
 from runtime.machine.backend import automatic_device
 from runtime.run import traced_graphs
@@ -28,7 +29,11 @@ from runtime.run.traced_graphs import with_graphs
 
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Another user's machine: an empty cache folder, which is returned."""
+    """Another user's machine: an empty cache folder, which is returned, and no GPU.
+
+    There graphs would be traced for it, and those of a CPU have other last bits.
+    """
+    monkeypatch.setattr(traced_graphs, "automatic_device", lambda: "cpu")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "ondevice"
 
@@ -187,6 +192,25 @@ def test_a_gpu_that_is_not_here_is_refused(origin: Bundle, monkeypatch: pytest.M
     monkeypatch.setattr(mx, "is_available", lambda device: False)
     with pytest.raises(UsageError, match="--device gpu: MLX finds no GPU here"):
         with_graphs(origin, "gpu")
+
+
+@pytest.mark.usefixtures("stranger")
+def test_the_driver_of_a_gpu_has_room_for_its_addresses(
+    origin: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX loads it where there is one, also where graphs are traced for the CPU."""
+    bounds: list[int] = []
+
+    def run(*arguments: object, limits: Limits, **options: object) -> None:
+        bounds.append(limits.memory_bytes)
+        raise BundleError("it ended")
+
+    monkeypatch.setattr(traced_graphs, "run_module", run)
+    for gpu in (True, False):
+        monkeypatch.setattr(mx, "is_available", lambda device, gpu=gpu: gpu)
+        with pytest.raises(BundleError, match="it ended"):
+            with_graphs(origin, "cpu")
+    assert bounds == [1 << 40, 4 << 30]
 
 
 def test_the_cache_is_where_the_platform_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
