@@ -12,13 +12,13 @@ from runtime.arrays.stored import Matrix
 from runtime.operations.execution import Execution
 from runtime.plan.lower import LoweredBlock, LoweredModel
 
-OPERATION_S = 1 / 290e9  # of a product
+OPERATION_S = 1 / 275e9  # of a product
 EDGE = 20  # a product with n rows, columns or tokens takes as long as one with n + EDGE
 DEQUANTIZED_S = 0.9e-9  # a value
-COMPILED_S = 0.55e-9  # a value dequantized by compiled code, reading included
+COMPILED_S = 0.45e-9  # a value dequantized to bfloat16 by compiled code, reading included
 IN_CACHE_S = 0.1e-9  # a value dequantized for a product that is computed at once
 READ_S = 0.35e-9  # a byte
-TILE_S = 150e-6  # what waits between the products with two tiles
+TILE_S = 300e-6  # what waits between the products with two tiles
 QUERIES_S = 800e-6  # the same of a block of queries, forward or backward
 
 
