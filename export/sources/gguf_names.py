@@ -106,10 +106,10 @@ def architecture_beside(family: str, provenance: Mapping[str, Any]) -> str:
 
 def family_of(metadata: Mapping[str, Any]) -> str | None:
     """The family of a file's model; None where its architecture is not known."""
-    arch = metadata.get("general.architecture")
+    arch = str(metadata.get("general.architecture"))  # of any type in a damaged file
     if arch in SEEING:
         return SEEING[arch][0]
-    families = [family for family, known in ARCHITECTURES.items() if str(arch) == known]
+    families = [family for family, known in ARCHITECTURES.items() if arch == known]
     marks = {family: metadata.get(f"{arch}.{key}") for family, key in _MARKS.items()}
     marked = (f for f in families if isinstance(marks.get(f), int) and marks[f])
     return next(marked, next((f for f in families if f not in _MARKS), None))
