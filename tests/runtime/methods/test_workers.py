@@ -297,11 +297,11 @@ def test_workers_add_up_the_gradients_of_one(
 
 
 def test_the_plan_counts_gradients_that_are_being_summed(tiny: Tiny) -> None:
-    """What a worker has sent of a layer, or of a head with an adapter of its own, and the sum."""
+    """What a worker has sent of a layer, and the sum; a head's gradients are summed in place."""
     manifest = with_lora(tiny("llama"), targets=("q_proj", "lm_head")).manifest
     largest = max(
         sum(4 * a * b for a, b in manifest.adapter_shapes(block).values())
-        for block in manifest.blocks
+        for block in manifest.layers
     )
     for method, more in (("mebp", 2 * largest), ("mezo", 0)):
         one, several = (
