@@ -164,19 +164,12 @@ class LoraProducts:
             del part
         return dx
 
-<<<<<<< HEAD
     def input_part(
         self, dy: Input, matrix: Matrix, start: int, stop: int, added: LowRank | None = None
     ) -> mx.array:
         """Columns start:stop of dy W (T, C), where these are a tile of W, with `added`."""
         total = RowSum(self.matrices.arrays)
         total.add(dy, self.matrices.tile(matrix, start, stop), added=added)
-=======
-    def input_part(self, dy: Input, matrix: Matrix, start: int, stop: int) -> mx.array:
-        """Columns start:stop of dy W (T, C), where these are a tile of W."""
-        total = RowSum(self.matrices.arrays)
-        total.add(dy, self.matrices.tile(matrix, start, stop))
->>>>>>> 02aa357d (Lab: larger budgets are faster, and what OpenBLAS's threads dequantize)
         return total.result()
 
     def lora_input(
