@@ -35,18 +35,20 @@ from runtime.machine.threads import prepare, team
 F32 = 4
 Names = dict[str, str | int]
 
+PARTS = 2  # of a product for each thread, at least, where they have
+FEWEST_TOKENS = 64  # each
 DEPTH = 128  # of the inner dimension at a time: a multiple of every group
 JOB = (
     *("next", "words", "scales", "biases", "x", "y", "tokens", "x_step", "y_step", "columns"),
-    *("depth", "groups", "adds", "rank", "u", "b", "b_row", "b_column"),
+    *("depth", "groups", "adds", "rank", "u", "b", "b_row", "b_column", "block"),
 )
-ADDRESSES = (*JOB[1:6], "u", "b")
+ADDRESSES, OF_TOKENS = (*JOB[1:6], "u", "b"), ("x", "y", "u", "tokens")
 """What a product takes, each 8 bytes: addresses, and counts of values or groups.
 
 `next` counts the parts of the result that threads have taken. `x_step`, `y_step` and `groups` are
 from one row to the next; `columns` are those of y, `depth` those of x. A product u b of some rank
 is added, with u (tokens, rank); `b_row` and `b_column` are from one of its rows or columns to the
-next.
+next. A part has as many tokens as a `block`.
 """
 
 
@@ -77,14 +79,30 @@ define void @product(ptr %job, ptr %panel) {{
 begin:
 {fields}
   %adding = icmp ne i64 %adds, 0
+  %before_block = sub i64 %block, 1
+  %rounded = add i64 %all_tokens, %before_block
+  %blocks = udiv i64 %rounded, %block
   br label %part
 part:
   %number = atomicrmw add ptr %job, i64 1 seq_cst
-  %first = mul i64 %number, {width}
+  %column_part = udiv i64 %number, %blocks
+  %first = mul i64 %column_part, {width}
   %some = icmp ult i64 %first, %columns
-  br i1 %some, label %inner, label %end
+  br i1 %some, label %begins, label %end
+begins:
+  %block_part = urem i64 %number, %blocks
+  %first_token = mul i64 %block_part, %block
+  %further_tokens = sub i64 %all_tokens, %first_token
+  %tokens = call i64 @llvm.umin.i64(i64 %further_tokens, i64 %block)
+  %x_before = mul i64 %first_token, %x_step
+  %x = getelementptr float, ptr %all_x, i64 %x_before
+  %y_before = mul i64 %first_token, %y_step
+  %y = getelementptr float, ptr %all_y, i64 %y_before
+  %u_before = mul i64 %first_token, %rank
+  %u = getelementptr float, ptr %all_u, i64 %u_before
+  br label %inner
 inner:
-  %k = phi i64 [0, %part], [%next_k, %inner]
+  %k = phi i64 [0, %begins], [%next_k, %inner]
   %rest = sub i64 %depth, %k
   %deep = call i64 @llvm.umin.i64(i64 %rest, i64 {depth})
   call void @dequantize(ptr %words, ptr %scales, ptr %biases, i64 %groups, i64 %columns, i64 %first, i64 %k, i64 %deep, ptr %panel)
@@ -367,7 +385,8 @@ def text_of(
     }
     fields = "\n".join(
         f"  %{name}_field = getelementptr i64, ptr %job, i64 {at}\n"
-        f"  %{name} = load {'ptr' if name in ADDRESSES else 'i64'}, ptr %{name}_field"
+        f"  %{'all_' if name in OF_TOKENS else ''}{name} = "
+        f"load {'ptr' if name in ADDRESSES else 'i64'}, ptr %{name}_field"
         for at, name in enumerate(JOB)
         if at
     )
@@ -525,13 +544,24 @@ class CompiledProducts(Float32Products):
         if added is not None:
             u, b = added.views
             further = added.rank, _address(u), _address(b), *(step // F32 for step in b.strides)
-        job = (0, *places, len(x), *steps, columns, depth, w.groups, int(adds), *further)
-        parts = -(-columns // registers().width)
+        block, parts = _blocks(len(x), columns, self.team.threads)
+        job = (0, *places, len(x), *steps, columns, depth, w.groups, int(adds), *further, block)
         self.team.run(_work(*_kind(w.matrix, by_rows), registers()), job, parts)
 
 
 def _address(array: Floats) -> int:
     return int(array.__array_interface__["data"][0])
+
+
+def _blocks(tokens: int, columns: int, threads: int) -> tuple[int, int]:
+    """How many tokens a part has, and how many parts a product.
+
+    Every part dequantizes by itself, so there are no more than threads take.
+    """
+    of_columns = -(-columns // registers().width)
+    wanted = -(-PARTS * threads // of_columns) if threads > 1 else 1
+    block = -(-tokens // max(1, min(wanted, tokens // FEWEST_TOKENS)))
+    return block, of_columns * -(-tokens // block)
 
 
 @cache
