@@ -70,9 +70,15 @@ def compile_all(texts: Iterable[str]) -> None:
         UsageError: LLVM does not compile them.
         OSError: the system has no files in memory.
     """
-    missing = {text: name for text in texts if _code(name := _name(text)) is None}
-    if missing:
-        _keep(dict(zip(missing.values(), _compiled([*missing]), strict=True)))
+    names: dict[str, None] = {}
+    with _in_memory() as given:
+        for text in texts:  # of which one is in memory at a time: they may have 100 KB
+            if (name := _name(text)) not in names and _code(name) is None:
+                given.write(b"\0" * bool(names) + text.encode())
+                names[name] = None
+        given.flush()
+        if names:
+            _keep(dict(zip(names, _compiled(given, len(names)), strict=True)))
 
 
 def why_not_kept() -> str:
@@ -80,12 +86,10 @@ def why_not_kept() -> str:
     return _refusals[0] if _refusals else ""
 
 
-def _compiled(texts: Sequence[str]) -> list[bytes]:
-    """The code of texts and its checksums, compiled in a process of its own, by files in memory."""
+def _compiled(given: IO[bytes], count: int) -> list[bytes]:
+    """The code of so many texts and its checksums, compiled in a process of its own."""
     with ExitStack() as files:
-        given, said, *made = [files.enter_context(_in_memory()) for _ in range(2 + len(texts))]
-        given.write("\0".join(texts).encode())
-        given.flush()
+        said, *made = [files.enter_context(_in_memory()) for _ in range(1 + count)]
         reason = _run([given, *made], said)
         codes = [_whole(file) for file in made]
         if not reason and all(_is_sound(octets) for octets in codes):
