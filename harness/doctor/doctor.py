@@ -23,7 +23,6 @@ DISTRIBUTION = "ondevice-tune"
 EXTRAS = {  # their purposes
     "demo": "Gemma 3 270M as a package, for `make demo`",
     "onednn": "products in bfloat16 (--compute-dtype), on Linux x86-64",
-    "llvmlite": "faster training and generation on a CPU, on Linux x86-64",
     "parquet": "data in .parquet files",
     "datasets": "data from the Hugging Face hub (--data OWNER/NAME)",
     "tensorboard": "ondevice train --report-to tensorboard",

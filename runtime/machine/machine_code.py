@@ -3,7 +3,7 @@
 LLVM runs in a process of its own (`runtime.machine.compiling_process`) the first time that a
 processor meets a text. The code stays in the user's cache folder, and this process maps it: it
 never loads LLVM, which would take 12 MB. Where that folder cannot be written, or forbids code to
-be mapped, the code is in memory (4 KB each). `llvmlite` comes with the extra `llvmlite`.
+be mapped, the code is in memory (4 KB each). `llvmlite` is installed with us.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from runtime.machine.processor import cpu_flags, model
 
 Function = Any
 """It takes addresses and 64-bit integers, returns nothing, and has its own `address`."""
-EXTRA = "pip install 'ondevice-tune[llvmlite]'"
+INSTALL = "pip install --force-reinstall llvmlite"
 DIGEST_BYTES = 32
 _own: dict[str, bytes] = {}  # code that the cache folder does not keep, by its name there
 _refusals: list[str] = []  # why it does not
@@ -54,7 +54,7 @@ def lacking() -> str:
     if absent := sorted(NEEDED - set(cpu_flags())):
         return f"the processor lacks {', '.join(absent)}"
     if find_spec("llvmlite") is None:
-        return f"llvmlite is not installed: {EXTRA}"
+        return f"llvmlite is not installed: {INSTALL}"
     given = ctypes.c_int64()
     try:
         function(PROBE, 1)(ctypes.addressof(given))
@@ -97,7 +97,7 @@ def _compiled(given: IO[bytes], count: int) -> list[bytes]:
         lines = [reason] if reason else _whole(said).decode(errors="replace").strip().splitlines()
     raise UsageError(
         f"llvmlite is installed and cannot compile ({(lines or ['it said nothing'])[-1]}): "
-        f"{EXTRA}, or do without: pip uninstall llvmlite"
+        f"{INSTALL}, or do without: pip uninstall llvmlite"
     )
 
 

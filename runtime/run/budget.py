@@ -239,7 +239,7 @@ def plan_of_first(chosen: Plan, manifest: Manifest, machine: Machine, wanted: Wa
     """
     if chosen.compiled and not machine.llvm:
         raise UsageError(
-            f"rank 0's plan, which all workers execute, dequantizes weights by compiled code: "
+            f"rank 0's plan, which all workers execute, multiplies by compiled code: "
             f"{lacking() or 'this process does not run it'}; mend that, leave this machine out, or "
             "have rank 0 do without: pip uninstall llvmlite"
         )
