@@ -169,13 +169,13 @@ class Elementwise(Function, frozen=True):
 
     @staticmethod
     def _ahead(graph: Graph, call: Call) -> int:
-        """Bytes that MLX was seen to allocate ahead of its limit: a vjp's result of all tokens.
+        """Bytes that MLX was seen to allocate ahead of its limit: two results of a vjp of all tokens.
 
         It waits there for about each fifth operation alone, so that this depends on its threads.
         """
         whole = call.backward and any(call.tokens in shape for shape in graph.outputs)
         most = max((math.prod(shape) * call.item_bytes for shape in graph.outputs), default=0)
-        return most if whole and graph.workspace_bytes > most else 0
+        return 2 * most if whole and graph.workspace_bytes > most else 0
 
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
         """The graph's own bytes, and its unwanted results.
