@@ -169,7 +169,7 @@ class Elementwise(Function, frozen=True):
 
     @staticmethod
     def _ahead(graph: Graph, call: Call) -> int:
-        """Bytes that MLX was seen to allocate ahead of its limit: two results of a vjp of all tokens.
+        """Bytes that MLX was seen to allocate ahead of its limit: two results of such a vjp.
 
         It waits there for about each fifth operation alone, so that this depends on its threads.
         """
