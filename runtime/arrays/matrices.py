@@ -142,7 +142,7 @@ class Matrices:
 
     def taken(self, matrix: Matrix) -> Iterator[tuple[int, int]]:
         """The rows, or columns, that a product takes at once: all, where no tile is in memory."""
-        if isinstance(self.compiled, MapTiles) and not matrix.is_float:
+        if isinstance(self.compiled, MapTiles) and not (self.packed or matrix.is_float):
             yield 0, matrix.columns if self.by_columns(matrix) else matrix.rows
         else:
             yield from self.ranges(matrix)

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from runtime.machine.machine_code import Function, compile_all, function
 
 SPINS = 4000  # of some 40 ns, before a thread sleeps: to wake it takes 50 us
-PATIENCE = 100_000  # spins before the caller sleeps, more than any part of a job takes
+PATIENCE = 100_000  # spins before the caller sleeps
+LATE_CYCLES = 10_000_000  # some 4 ms, for which a job waits besides the time that it took
 CODE, LATE = 2, 5
 MOST_ALONE = 1000
 FIRST = 8  # where a job begins in the numbers that threads share: on a line of the cache of its own
@@ -27,8 +28,8 @@ MOST_THREADS = 1024
 
 # Shared numbers: the ticket, which is odd while a job can be begun; the threads inside it; where
 # its code is; the threads that sleep until the ticket changes; whether the caller sleeps until
-# none is inside; whether it has. A thread counts itself in, and looks at the ticket again. Whoever
-# sleeps says so before the system compares the number for which it waits (futex).
+# none is inside; whether it waited too long. A thread counts itself in, and looks at the ticket
+# again. Whoever sleeps says so before the system compares the number for which it waits (futex).
 FUTEX = """call i64 asm sideeffect "syscall", "={{rax}},{{rax}},{{rdi}},{{rsi}},{{rdx}},{{r10}},{{r8}},{{r9}},~{{rcx}},~{{r11}},~{{memory}}"(i64 202, ptr %{at}, i64 {operation}, i64 {value}, i64 0, i64 0, i64 0)"""  # noqa: E501
 WAIT, WAKE = (partial(FUTEX.format, operation=operation) for operation in (128, 129))
 LEAD = f"""define void @lead(ptr %shared, ptr %own) {{
@@ -48,7 +49,9 @@ wake:
   %woken = {WAKE(at="shared", value=MOST_THREADS)}
   br label %run
 run:
+  %began = call i64 @llvm.readcyclecounter()
   call void %code(ptr %job, ptr %own)
+  %ended = call i64 @llvm.readcyclecounter()
   %closed = atomicrmw add ptr %shared, i64 1 seq_cst
   br label %wait
 wait:
@@ -62,14 +65,21 @@ spin:
   %more = icmp ne i64 %fewer, 0
   br i1 %more, label %wait, label %sleep
 sleep:
-  store i64 1, ptr %late_at
   store atomic i64 1, ptr %waits_at seq_cst, align 8
   %slept = {WAIT(at="inside_at", value="%inside")}
   store atomic i64 0, ptr %waits_at seq_cst, align 8
   br label %wait
 end:
+  %took = sub i64 %ended, %began
+  %soon = add i64 %took, {LATE_CYCLES}
+  %now = call i64 @llvm.readcyclecounter()
+  %waited = sub i64 %now, %ended
+  %is_late = icmp ugt i64 %waited, %soon
+  %late = zext i1 %is_late to i64
+  store i64 %late, ptr %late_at
   ret void
 }}
+declare i64 @llvm.readcyclecounter()
 declare void @llvm.x86.sse2.pause()
 """
 SERVE = f"""define void @serve(ptr %shared, ptr %own, i64 %spins) {{
@@ -127,7 +137,7 @@ class Team:
     """So many threads, the caller's included; each has `own` float32 values of its own.
 
     Where other programs keep a thread from its core, the caller does some jobs alone: 16, then
-    twice as many each time that it has to wait so long again.
+    twice as many each time that it waits too long again: for longer than its own work took.
     """
 
     def __init__(self, threads: int, own: int) -> None:
@@ -137,10 +147,13 @@ class Team:
         self._one_job = threading.Lock()
         self._alone, self._next_alone = 0, 16
         self._lead = function(LEAD, 2)
-        serve = function(SERVE, 3)
+        function(SERVE, 3)
         for memory in self._memory[1:]:
-            given = (self._shared.ctypes.data, memory.ctypes.data, SPINS)
-            threading.Thread(target=serve, args=given, daemon=True).start()
+            threading.Thread(target=self._serve, args=(memory,), daemon=True).start()
+
+    def _serve(self, memory: npt.NDArray[np.float32]) -> None:
+        """Never ends, and so keeps what it shares with the caller in memory."""
+        function(SERVE, 3)(self._shared.ctypes.data, memory.ctypes.data, SPINS)
 
     def run(self, work: Function, job: Sequence[int], parts: int) -> None:
         """Do a job of at most `MOST` numbers, the first of which is 0, and of so many parts."""
@@ -154,7 +167,6 @@ class Team:
             shared[CODE] = work.address
             self._lead(shared.ctypes.data, self._memory[0].ctypes.data)
             if shared[LATE]:
-                shared[LATE] = 0
                 self._alone = self._next_alone
                 self._next_alone = min(MOST_ALONE, 2 * self._next_alone)
             elif self._next_alone > 16:

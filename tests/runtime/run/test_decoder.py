@@ -58,6 +58,15 @@ def test_what_decodes_sees_the_prefix(tiny: Tiny, rng: Rng, family: str) -> None
         assert agrees(logits, expected[end - 1]), end
 
 
+def test_a_token_takes_no_larger_tiles_because_code_is_compiled(tiny: Tiny) -> None:
+    require_compiled()
+    bundle = tiny("qwen2")
+    model = open_session(bundle, replace(plan_of(bundle, "frugal"), compiled=True)).decoding(1)
+    parts = [[*model.matrices.taken(each)] for each in bundle.manifest.matrices.values()]
+    assert parts == [[*model.matrices.ranges(each)] for each in bundle.manifest.matrices.values()]
+    assert max(map(len, parts)) > 1
+
+
 def plan_of(bundle: Bundle, kind: str = "generous") -> Plan:
     small = LEVELS[-1]
     if kind == "in place":
