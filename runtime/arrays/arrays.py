@@ -224,7 +224,7 @@ class CpuArrays:
     ) -> None:
         sizes = [result.nbytes for result in results]
         # MLX passes the bound by some operations: it compares before it allocates, and waits for
-        # every fifth alone
+        # every tenth of its tasks alone
         passed = PASSED * max(sizes, default=0)
         with bounded_run_ahead(max(sum(sizes) + working_bytes - passed, 0), within_plan):
             for result in results:

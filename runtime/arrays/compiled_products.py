@@ -37,6 +37,7 @@ Names = dict[str, str | int]
 
 PARTS = 2  # of a product for each thread, at least, where they have
 FEWEST_TOKENS = 64  # each
+MOST_WORK = 2_000_000  # tokens x inner dimension of a part: some 2 ms
 DEPTH = 128  # of the inner dimension at a time: a multiple of every group
 JOB = (
     *("next", "words", "scales", "biases", "x", "y", "tokens", "x_step", "y_step", "columns"),
@@ -535,6 +536,8 @@ class CompiledProducts(Float32Products):
         by_rows, adds = how
         columns, depth = (w.columns, w.rows) if by_rows else (w.rows, w.columns)
         assert y.shape == (len(x), columns) and x.shape[1] == depth
+        if not len(x):
+            return
         if x.strides[1] != F32:
             x = np.ascontiguousarray(x)
         assert y.strides[1] == F32
@@ -544,7 +547,7 @@ class CompiledProducts(Float32Products):
         if added is not None:
             u, b = added.views
             further = added.rank, _address(u), _address(b), *(step // F32 for step in b.strides)
-        block, parts = _blocks(len(x), columns, self.team.threads)
+        block, parts = _blocks(len(x), columns, depth, self.team.threads)
         job = (0, *places, len(x), *steps, columns, depth, w.groups, int(adds), *further, block)
         self.team.run(_work(*_kind(w.matrix, by_rows), registers()), job, parts)
 
@@ -553,14 +556,17 @@ def _address(array: Floats) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _blocks(tokens: int, columns: int, threads: int) -> tuple[int, int]:
+def _blocks(tokens: int, columns: int, depth: int, threads: int) -> tuple[int, int]:
     """How many tokens a part has, and how many parts a product.
 
-    Every part dequantizes by itself, so there are no more than threads take.
+    Every part dequantizes by itself, so there are no more than threads take, unless they would be
+    so long that a thread which has begun one is waited for.
     """
+    if threads == 1:
+        return tokens, -(-columns // registers().width)
     of_columns = -(-columns // registers().width)
-    wanted = -(-PARTS * threads // of_columns) if threads > 1 else 1
-    block = -(-tokens // max(1, min(wanted, tokens // FEWEST_TOKENS)))
+    wanted = min(-(-PARTS * threads // of_columns), tokens // FEWEST_TOKENS)
+    block = -(-tokens // max(1, wanted, tokens * depth // MOST_WORK))
     return block, of_columns * -(-tokens // block)
 
 

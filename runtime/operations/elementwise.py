@@ -171,7 +171,7 @@ class Elementwise(Function, frozen=True):
     def _ahead(graph: Graph, call: Call) -> int:
         """Bytes that MLX was seen to allocate ahead of its limit: two results of such a vjp.
 
-        It waits there for about each fifth operation alone, so that this depends on its threads.
+        How far it goes probably depends on when its threads run: see the log.
         """
         whole = call.backward and any(call.tokens in shape for shape in graph.outputs)
         most = max((math.prod(shape) * call.item_bytes for shape in graph.outputs), default=0)
