@@ -535,6 +535,8 @@ class CompiledProducts(Float32Products):
         by_rows, adds = how
         columns, depth = (w.columns, w.rows) if by_rows else (w.rows, w.columns)
         assert y.shape == (len(x), columns) and x.shape[1] == depth
+        if not len(x):
+            return
         if x.strides[1] != F32:
             x = np.ascontiguousarray(x)
         assert y.strides[1] == F32
@@ -550,6 +552,7 @@ class CompiledProducts(Float32Products):
 
 
 def _address(array: Floats) -> int:
+    assert array.dtype == np.float32, "other values would be read past their end"
     return int(array.__array_interface__["data"][0])
 
 
