@@ -506,14 +506,6 @@ class CompiledProducts(Float32Products):
         y = mx.zeros((x.shape[0], w.rows)) if onto is None else onto
         return self._multiply(x, w, y, (False, onto is not None), added)
 
-    def put(
-        self, x: mx.array, w: Factor, whole: mx.array, where: slice, added: LowRank | None = None
-    ) -> None:
-        if isinstance(w, MapTile) and (added is None or added.rank <= DEPTH):
-            self._do(view(x), w, view(whole)[:, where], (False, False), added)
-        else:
-            super().put(x, w, whole, where, added)
-
     def by_rows(
         self, x: mx.array, w: Factor, onto: mx.array | None, added: LowRank | None = None
     ) -> mx.array:
@@ -553,6 +545,7 @@ class CompiledProducts(Float32Products):
 
 
 def _address(array: Floats) -> int:
+    assert array.dtype == np.float32, "other values would be read past their end"
     return int(array.__array_interface__["data"][0])
 
 

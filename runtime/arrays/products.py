@@ -74,10 +74,8 @@ class Products(Protocol):
     ) -> mx.array:
         """x w^T (T, R) for x (T, C) and w (R, C), with `onto` and `added` if they are given."""
 
-    def put(
-        self, x: Factor, w: Factor, whole: mx.array, where: slice, added: LowRank | None = None
-    ) -> None:
-        """x w^T (T, R), for w (R, C), and `added`, as some columns of a larger array."""
+    def put(self, x: Factor, w: Factor, whole: mx.array, where: slice) -> None:
+        """x w^T (T, R), for w (R, C), as some columns of a larger array."""
 
     def by_rows(
         self, x: Factor, w: Factor, onto: mx.array | None, added: LowRank | None = None
@@ -113,10 +111,8 @@ class Float32Products:
     ) -> mx.array:
         return _with(x @ w.T if onto is None else mx.addmm(onto, x, w.T), added)
 
-    def put(
-        self, x: Factor, w: Factor, whole: mx.array, where: slice, added: LowRank | None = None
-    ) -> None:
-        self.arrays.put(whole, (slice(None), where), self.by_columns(x, w, None, added))
+    def put(self, x: Factor, w: Factor, whole: mx.array, where: slice) -> None:
+        self.arrays.put(whole, (slice(None), where), self.by_columns(x, w, None))
 
     def by_rows(
         self, x: mx.array, w: mx.array, onto: mx.array | None, added: LowRank | None = None
@@ -204,13 +200,8 @@ class OneDnnProducts:
     ) -> mx.array:
         return _with(self._multiply(x, w.T, onto), added)
 
-    def put(
-        self, x: Bits, w: Bits, whole: mx.array, where: slice, added: LowRank | None = None
-    ) -> None:
-        if added is None:
-            self.library.multiply(x, w.T, view(whole)[:, where], add=False)
-        else:
-            self.arrays.put(whole, (slice(None), where), self.by_columns(x, w, None, added))
+    def put(self, x: Bits, w: Bits, whole: mx.array, where: slice) -> None:
+        self.library.multiply(x, w.T, view(whole)[:, where], add=False)
 
     def by_rows(
         self, x: Bits, w: Bits, onto: mx.array | None, added: LowRank | None = None

@@ -87,15 +87,13 @@ class ReadyTile:
             onto = mx.addmm(onto, sums, self.shift.T)
         return onto
 
-    def put_product(
-        self, given: Input, whole: mx.array, where: slice, added: LowRank | None = None
-    ) -> None:
-        """x W^T (T, R') for the tile's rows, and `added`, as some columns of a larger array."""
+    def put_product(self, given: Input, whole: mx.array, where: slice) -> None:
+        """x W^T (T, R') for the tile's rows, as some columns of a larger array."""
         if self.packed is None and self.shift is None:
-            self.products.put(given.factor, self.values, whole, where, added)
+            self.products.put(given.factor, self.values, whole, where)
             return
         arrays = self.products.arrays
-        part = self.transposed_product(given, added=added)
+        part = self.transposed_product(given)
         arrays.put(whole, (slice(None), where), part)
 
     def quantized(self, x: mx.array, transpose: bool) -> mx.array:

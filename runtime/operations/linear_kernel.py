@@ -121,8 +121,9 @@ class LoraProducts:
         arrays.settle(outputs)
         for start, stop in matrices.taken(matrix):
             tile = matrices.tile(matrix, start, stop)
+            columns = None if stop - start == matrix.columns else slice(start, stop)
             for x in xs:
-                given = matrices.input(x, slice(start, stop))
+                given = matrices.input(x, columns)
                 outputs.append(tile.transposed_product(given, outputs.pop(0)))
                 del given
                 arrays.settle(outputs[-1])
@@ -143,7 +144,7 @@ class LoraProducts:
         """dy W (T, C) for dy (T, R), with `added`, the adapter's part."""
         matrices = self.matrices
         if matrices.by_columns(matrix):
-            return _plus(self._input_columns(dy, matrix), added)
+            return self._input_columns(dy, matrix, added)
         total = RowSum(matrices.arrays)
         at_once = len(list(matrices.taken(matrix))) == 1
         for start, stop in matrices.taken(matrix):
@@ -153,16 +154,19 @@ class LoraProducts:
             del tile
         return total.result() if at_once else _plus(total.result(), added)
 
-    def _input_columns(self, dy: mx.array, matrix: Matrix) -> mx.array:
-        """dy W (T, C), where tiles are columns of W."""
-        matrices, arrays = self.matrices, self.matrices.arrays
-        dx, given = mx.zeros((dy.shape[0], matrix.columns)), matrices.input(dy)
+    def _input_columns(self, dy: mx.array, matrix: Matrix, added: LowRank | None) -> mx.array:
+        """dy W (T, C), where tiles are columns of W, with `added`."""
+        matrices, arrays, given = self.matrices, self.matrices.arrays, self.matrices.input(dy)
+        parts = [*matrices.taken(matrix)]
+        if len(parts) == 1:
+            return self.input_part(given, matrix, *parts[0], added)
+        dx = mx.zeros((dy.shape[0], matrix.columns))
         arrays.settle(dx)
-        for start, stop in matrices.taken(matrix):
+        for start, stop in parts:
             part = self.input_part(given, matrix, start, stop)
             arrays.put(dx, (slice(None), slice(start, stop)), part)
             del part
-        return dx
+        return _plus(dx, added)
 
     def input_part(
         self, dy: Input, matrix: Matrix, start: int, stop: int, added: LowRank | None = None

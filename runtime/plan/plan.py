@@ -387,7 +387,7 @@ class Planner:
         lowered = lower(
             *(self.manifest, task.request.bucket, sizes, machine.packed, task.request.context),
             machine.compute_dtype,
-            self._compiled(task.demand),
+            self._compiled(task),
             blocks=self._blocks[1],
         )
         last = self._model
@@ -395,9 +395,15 @@ class Planner:
             last = self._model = PeakModel(self.manifest, lowered, task.demand)
         return last
 
-    def _compiled(self, demand: Demand) -> bool:
-        """Whether compiled code dequantizes: weights that lie in a map, and stay as they are."""
-        return self.machine.llvm and self.manifest.slice is None and not demand.trains_weights
+    def _compiled(self, task: Task) -> bool:
+        """Whether compiled code dequantizes: weights that lie in a map, and stay as they are.
+
+        In float32 it multiplies by them at once, but the MeBP paper's plan has a block dequantized.
+        """
+        if task.request.layout == "paper" and self.machine.compute_dtype == "float32":
+            return False
+        in_map = self.manifest.slice is None and not task.demand.trains_weights
+        return self.machine.llvm and in_map
 
     def _loads_weights(self, model: PeakModel) -> bool:
         """Whether weights can stay in memory as products take them: on a GPU also packed ones."""
