@@ -305,14 +305,16 @@ def _ending(config: CompareConfig, steps: int) -> str:
 
 
 def _check_held_out(config: CompareConfig) -> None:
-    if config.eval_data is not None or config.valid_split is not None:
+    drawn = config.data.startswith("random:")
+    if config.eval_data is not None or (config.valid_split is not None and not drawn):
         return
     if hub_dataset(config.data) is not None:
         return  # training finds out, where it loads it
-    named = not config.data.startswith("random:")
-    if named and split_file(config.data, "valid") and Path(config.data).is_dir():
+    if not drawn and split_file(config.data, "valid") and Path(config.data).is_dir():
         return
-    raise UsageError(
-        f"{config.data} has no held-out rows to compare by; give --eval-data or --valid-split, or "
-        "a folder with train and valid as --data"
+    way_out = (
+        "--eval-data random:SEED, with another seed"
+        if drawn
+        else "--eval-data or --valid-split, or a folder with train and valid as --data"
     )
+    raise UsageError(f"{config.data} has no held-out rows to compare by; give {way_out}")

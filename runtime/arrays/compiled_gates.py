@@ -50,9 +50,7 @@ values:
   %few_all = shufflevector {whole} %few_one, {whole} poison, {whole} zeroinitializer
   %mask = icmp ugt {whole} %few_all, <{places}>
 {loads}
-  %g2 = fmul {vector} %g, %g
-  %z_by = call {vector} @llvm.fma.v{lanes}f32({vector} %g2, {vector} splat (float {second}), {vector} splat (float {first_factor}))
-  %z = fmul {vector} %z_by, %g
+{z}
   %minus = fneg {vector} %z
   %below = call {vector} @llvm.minnum.v{lanes}f32({vector} %minus, {vector} splat (float 88.0))
   %x = call {vector} @llvm.maxnum.v{lanes}f32({vector} %below, {vector} splat (float -87.0))
@@ -85,10 +83,21 @@ STORE = """  %{name}_at = getelementptr float, ptr %{name}_first, i64 %at
 FIELD = """  %{name}_field = getelementptr i64, ptr %job, i64 {at}
   %{name}_first = load ptr, ptr %{name}_field"""
 TERM = "  %p{to} = call {vector} @llvm.fma.v{lanes}f32({vector} %p{of}, {vector} %r, {vector} splat (float {c}))"  # noqa: E501
+# z and its slope; without a second factor g**2 would be infinite for nothing
+Z = {
+    True: """  %g2 = fmul {vector} %g, %g
+  %z_by = call {vector} @llvm.fma.v{lanes}f32({vector} %g2, {vector} splat (float {second}), {vector} splat (float {first_factor}))
+  %z = fmul {vector} %z_by, %g""",  # noqa: E501
+    False: "  %z = fmul {vector} %g, splat (float {first_factor})",
+}
+Z_SLOPE = {
+    True: "  %z_slope = call {vector} @llvm.fma.v{lanes}f32({vector} %g2, {vector} splat (float {third}), {vector} splat (float {first_factor}))",  # noqa: E501
+    False: "  %z_slope = freeze {vector} splat (float {first_factor})",
+}
 SLOPE = """  %rest = fsub {vector} splat (float 1.0), %s
-  %z_slope = call {vector} @llvm.fma.v{lanes}f32({vector} %g2, {vector} splat (float {third}), {vector} splat (float {first_factor}))
+{z_slope}
   %f_rest = fmul {vector} %f, %rest
-  %slope = call {vector} @llvm.fma.v{lanes}f32({vector} %f_rest, {vector} %z_slope, {vector} %s)"""  # noqa: E501
+  %slope = call {vector} @llvm.fma.v{lanes}f32({vector} %f_rest, {vector} %z_slope, {vector} %s)"""
 BACKWARD = """  %d_u = fmul {vector} %d, %u
   %dg = fmul {vector} %d_u, %slope
   %du = fmul {vector} %d, %f"""
@@ -143,6 +152,8 @@ def text_of(factors: tuple[float, float], given: tuple[str, ...], made: tuple[st
     fields = [FIELD.format(name=name, at=2 + at) for at, name in enumerate((*given, *made))]
     names["fields"] = "\n".join(fields)
     names["loads"] = "\n".join(LOAD.format(**names, name=name) for name in given)
+    cubic = bool(second)
+    names["z"], names["z_slope"] = (part[cubic].format(**names) for part in (Z, Z_SLOPE))
     results = [STORE.format(**names, name=name) for name in made]
     if "d" in given:
         alone = "  %dg = fmul {vector} %d, %slope"

@@ -241,9 +241,13 @@ def test_a_target_that_is_reached_before_training(tmp_path: Path) -> None:
 def test_refusals_leave_nothing(tmp_path: Path) -> None:
     data = tmp_path / "data.txt"
     data.write_text("words")
-    for more in ({"eval_data": None}, {"eval_data": None, "data": str(data)}):
-        with pytest.raises(UsageError, match="--eval-data"):
-            compare(settings(tmp_path, **more), id, Runs(by_rate))
+    for more, way_out in (
+        ({}, "--eval-data random:SEED"),
+        ({"valid_split": "10%"}, "--eval-data random:SEED"),
+        ({"data": str(data)}, "--eval-data or --valid-split"),
+    ):
+        with pytest.raises(UsageError, match=way_out):
+            compare(settings(tmp_path, eval_data=None, **more), id, Runs(by_rate))
     given = settings(tmp_path)
 
     def refuses(settings: Mapping[str, Any], run: Path) -> dict[str, Any]:

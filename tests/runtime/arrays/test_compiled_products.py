@@ -24,6 +24,7 @@ from runtime.machine.compiling_process import image
 from runtime.machine.machine_code import compile_all
 from runtime.machine.processor import cpu_flags
 from runtime.machine.threads import prepare
+from runtime.operations import gated_kernel
 from runtime.operations.linear_kernel import LoraProducts
 
 SCALES = ("float16", "bfloat16", "float32")
@@ -168,3 +169,21 @@ def test_gradients_are_those_without_compiled_code(
     for name, value in others.items():
         if value.any():
             assert reference.relative_error(ours[name], value) <= CLOSE, name
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("count", [21, 37, 20_000])
+def test_gates_are_those_of_numpy(rng: Rng, activation: str, count: int) -> None:
+    curve, shared = gated_kernel.CURVES[activation], CompiledProducts(CpuArrays(), 2).team
+    g, u, d = (mx.array(rng.normal(size=(1, count)).astype(np.float32)) for _ in range(3))
+    g = g * 8
+    for parts in ((g,), (g, u)):
+        y = gated_kernel.gated(curve, *parts, team=shared)
+        assert reference.relative_error(y, gated_kernel.gated(curve, *parts)) <= 1e-6
+        ours = gated_kernel.gated_vjp(curve, *parts, d, team=shared)
+        for mine, other in zip(ours, gated_kernel.gated_vjp(curve, *parts, d), strict=True):
+            assert reference.relative_error(mine, other) <= 1e-6
+    far = mx.array([[-1e30, -200.0, 0.0, 200.0]])
+    if activation == "silu":
+        y = gated_kernel.gated(curve, far, team=shared)
+        assert reference.relative_error(y, mx.array([[0.0, 0.0, 0.0, 200.0]])) <= 1e-6
