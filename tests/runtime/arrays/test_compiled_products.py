@@ -16,8 +16,9 @@ from support.models import CLOSE, adapters_of, mebp, model_of, rows_of
 
 from runtime.arrays import compiled_products, packed_rows
 from runtime.arrays.arrays import CpuArrays
-from runtime.arrays.compiled_products import NARROW, WIDE, CompiledProducts, MapTile, text_of
+from runtime.arrays.compiled_products import CompiledProducts, MapTile
 from runtime.arrays.dequantize import dense
+from runtime.arrays.product_text import NARROW, WIDE, Registers, text_of
 from runtime.arrays.products import LowRank
 from runtime.engine.model import Model
 from runtime.machine.compiling_process import image
@@ -51,7 +52,7 @@ def compiled_at_once() -> None:
 @pytest.mark.parametrize("registers", REGISTERS, ids=lambda each: f"{each.lanes} lanes")
 @pytest.mark.parametrize("at", range(len(SETTINGS)))
 def test_every_weight_is_that_of_the_reference(
-    rng: Rng, monkeypatch: pytest.MonkeyPatch, at: int, registers: compiled_products.Registers
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, at: int, registers: Registers
 ) -> None:
     """The product with the identity has every bit of the weights, in either direction."""
     monkeypatch.setattr(compiled_products, "registers", lambda: registers)
@@ -70,7 +71,7 @@ def test_every_weight_is_that_of_the_reference(
 @pytest.mark.parametrize("registers", REGISTERS, ids=lambda each: f"{each.lanes} lanes")
 @pytest.mark.parametrize("tokens", [0, 1, 5, 6, 37, 200])
 def test_sums_and_adapters_are_those_of_numpy(
-    rng: Rng, monkeypatch: pytest.MonkeyPatch, tokens: int, registers: compiled_products.Registers
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, tokens: int, registers: Registers
 ) -> None:
     monkeypatch.setattr(compiled_products, "registers", lambda: registers)
     at = int(rng.integers(len(SETTINGS)))
@@ -108,13 +109,14 @@ def test_sums_and_adapters_are_those_of_numpy(
     assert reference.relative_error(y, mx.array(expected)) <= CLOSE
 
 
-def test_matrices_that_are_taken_by_columns_take_no_copy_of_a_value(tiny: Tiny) -> None:
+def test_matrices_that_are_taken_by_columns_take_no_copy_of_a_value(tiny: Tiny, rng: Rng) -> None:
     bundle = tiny("qwen2")
     model = model_of(bundle, 32, slices=True, compiled=True)
     others = model_of(bundle, 32, slices=True)
     name = next(iter(model.lowered.execution.tile_columns))
     matrix = bundle.manifest.matrices[name]
-    x, dy = (mx.random.normal((2000, n)) for n in (matrix.columns, matrix.rows))
+    widths = matrix.columns, matrix.rows
+    x, dy = (mx.array(rng.normal(size=(2000, n)).astype(np.float32)) for n in widths)
     mx.eval(x, dy)
 
     def both(model: Model) -> list[mx.array]:
