@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,28 +33,35 @@ INK, GRID, PAPER = "#1F2933", "#E1E5EA", "#FFFFFF"  # opaque: the page behind ma
 def draw(measured: Mapping[str, Any], target: Path) -> None:
     """Write the picture of a `peers` report as a PNG."""
     (row,) = measured["rows"]
-    report = row["report"]
-    peers = {name: report["peers"][name] for name in NAMES if name in report["peers"]}
+    measurements = {variant["name"]: variant for variant in row["variants"]}
+    peers = {name: _ranges(measurements[name]) for name in NAMES if name in measurements}
     figure = Figure(figsize=(9.6, 3.9), layout="constrained", facecolor=PAPER)
     left, right = figure.subplots(1, 2, sharey=True)
     _bars(left, peers, "peak_footprint_bytes", 1e6, "{:,.0f} MB", "Peak footprint of the process")
     _bars(right, peers, "step_s", 1, "{:.2f} s", "Time per training step (median)")
     names = [NAMES[name] for name in peers]
     if "ours" in peers:
-        names[list(peers).index("ours")] += f"\n--budget {report['budget']}"
+        names[list(peers).index("ours")] += f"\n--budget {row['budget']}"
     left.set_yticks(range(len(names)), names)
     left.get_yticklabels()[0].set_fontweight("bold")
     left.invert_yaxis()
     machine = measured["machine"]
     figure.supxlabel(
-        f"Qwen2.5 0.5B shapes, {report['tokens']} tokens, batch {report['batch']}, LoRA rank "
-        f"{report['lora']['rank']} on all linear layers, AdamW; {machine['cores']} CPU cores "
-        f"({machine['cpu']}); less is better",
+        f"Qwen2.5 0.5B shapes, {row['tokens']} tokens, batch 1, LoRA rank {row['lora']['rank']} "
+        f"on all linear layers, AdamW; {machine['cores']} CPU cores ({machine['cpu']}); less is "
+        "better",
         fontsize=8.5,
         color=INK,
     )
     figure.canvas = FigureCanvasAgg(figure)
     figure.savefig(target, format="png", dpi=200, facecolor=PAPER)
+
+
+def _ranges(variant: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
+    """Seconds of all steps, and the peaks of all processes: median, low and high."""
+    peaks = [process["peak_footprint_bytes"] for process in variant["processes"]]
+    of_peaks = {"median": statistics.median(peaks), "low": min(peaks), "high": max(peaks)}
+    return {"step_s": variant["step_s"], "peak_footprint_bytes": of_peaks}
 
 
 def _bars(
