@@ -169,13 +169,15 @@ class Elementwise(Function, frozen=True):
 
     @staticmethod
     def _ahead(graph: Graph, call: Call) -> int:
-        """Bytes that MLX was seen to allocate ahead of its limit: two results of such a vjp.
+        """Bytes that MLX was seen to allocate ahead of its limit, in a vjp of all tokens.
 
-        How far it goes probably depends on when its threads run: see the log.
+        It is a result: MLX waits there for about each fifth operation alone. The gradient of a
+        value that is split is the sum of an array as large for each part, so there it is two.
         """
         whole = call.backward and any(call.tokens in shape for shape in graph.outputs)
         most = max((math.prod(shape) * call.item_bytes for shape in graph.outputs), default=0)
-        return 2 * most if whole and graph.workspace_bytes > most else 0
+        ahead = 2 if len(graph.outputs) == 1 else 1
+        return ahead * most if whole and graph.workspace_bytes > most else 0
 
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
         """The graph's own bytes, and its unwanted results.
