@@ -239,10 +239,17 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
 
 
 def _dequantizing(plan: dict[str, Any]) -> str:
-    """Whether compiled code dequantizes weights, where anything does."""
+    """How weights become factors of products, where they are not multiplied as they are."""
     if plan["arithmetic"] == "packed":
         return ""
+    if _in_map(plan):
+        return ", by compiled code"
     return f", weights dequantized by {'compiled code' if plan['compiled'] else 'NumPy and MLX'}"
+
+
+def _in_map(plan: dict[str, Any]) -> bool:
+    """Whether compiled code multiplies weights where they lie, without tiles in memory."""
+    return bool(plan["compiled"]) and plan["compute_dtype"] == "float32"
 
 
 def _tiles(plan: dict[str, Any]) -> str:
@@ -251,6 +258,8 @@ def _tiles(plan: dict[str, Any]) -> str:
     weights = f"{plan['tile_values']} weights in {plan['compute_dtype']}"
     if plan["arithmetic"] == "packed":
         weights = "quantized weights multiplied as they are"
+    elif _in_map(plan):
+        weights = "quantized weights multiplied where they lie"
     elif plan["tile_values"] >= ALL_VALUES:
         weights = "whole weight matrices"
     queries, width = plan["query_block"], plan["slice_columns"]
