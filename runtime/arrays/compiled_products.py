@@ -77,7 +77,7 @@ class CompiledProducts(Float32Products):
 
     def __init__(self, arrays: Arrays, threads: int) -> None:
         super().__init__(arrays)
-        self.team = team(threads, DEPTH * registers().width)
+        self.team = team(threads, DEPTH * registers().part_width)
 
     def by_columns(
         self, x: mx.array, w: Factor, onto: mx.array | None, added: LowRank | None = None
@@ -137,8 +137,8 @@ def _blocks(tokens: int, columns: int, depth: int, threads: int) -> tuple[int, i
     so long that a thread which has begun one is waited for.
     """
     if threads == 1:
-        return tokens, -(-columns // registers().width)
-    of_columns = -(-columns // registers().width)
+        return tokens, -(-columns // registers().part_width)
+    of_columns = -(-columns // registers().part_width)
     wanted = min(-(-PARTS * threads // of_columns), tokens // FEWEST_TOKENS)
     block = -(-tokens // max(1, wanted, tokens * depth // MOST_WORK))
     return block, of_columns * -(-tokens // block)

@@ -36,14 +36,21 @@ class Registers:
     lanes: int  # float32 values of a vector
     vectors: int
     tokens: int
+    strips: int  # of so many columns, that a thread takes at once
+    steps: int  # of the inner dimension, in one pass of the loop
 
     @property
     def width(self) -> int:
         """Columns of the result that are computed at once."""
         return self.lanes * self.vectors
 
+    @property
+    def part_width(self) -> int:
+        """Columns of a part of the result."""
+        return self.width * self.strips
 
-WIDE, NARROW = Registers(16, 4, 6), Registers(8, 2, 6)  # AVX-512, AVX2
+
+WIDE, NARROW = Registers(16, 4, 6, 1, 1), Registers(8, 2, 6, 4, 4)  # AVX-512, AVX2
 
 PRODUCT = """
 declare i64 @llvm.umin.i64(i64, i64)
@@ -63,10 +70,12 @@ begin:
 part:
   %number = atomicrmw add ptr %job, i64 1 seq_cst
   %column_part = udiv i64 %number, %blocks
-  %first = mul i64 %column_part, {width}
-  %some = icmp ult i64 %first, %columns
+  %part_first = mul i64 %column_part, {part_width}
+  %some = icmp ult i64 %part_first, %columns
   br i1 %some, label %begins, label %end
 begins:
+  %left = sub i64 %columns, %part_first
+  %here = call i64 @llvm.umin.i64(i64 %left, i64 {part_width})
   %block_part = urem i64 %number, %blocks
   %first_token = mul i64 %block_part, %block
   %further_tokens = sub i64 %all_tokens, %first_token
@@ -75,20 +84,29 @@ begins:
   %x = getelementptr float, ptr %all_x, i64 %x_before
   %y_before = mul i64 %first_token, %y_step
   %y = getelementptr float, ptr %all_y, i64 %y_before
+  %y_part = getelementptr float, ptr %y, i64 %part_first
   %u_before = mul i64 %first_token, %rank
   %u = getelementptr float, ptr %all_u, i64 %u_before
   br label %inner
 inner:
-  %k = phi i64 [0, %begins], [%next_k, %inner]
+  %k = phi i64 [0, %begins], [%next_k, %multiply]
   %rest = sub i64 %depth, %k
   %deep = call i64 @llvm.umin.i64(i64 %rest, i64 {depth})
-  call void @dequantize(ptr %words, ptr %scales, ptr %biases, i64 %groups, i64 %columns, i64 %first, i64 %k, i64 %deep, ptr %panel)
+  br label %strip
+strip:
+  %c = phi i64 [0, %inner], [%next_c, %strip]
+  %p_before = mul i64 %c, {depth}
+  %p = getelementptr float, ptr %panel, i64 %p_before
+  %first = add i64 %part_first, %c
+  call void @dequantize(ptr %words, ptr %scales, ptr %biases, i64 %groups, i64 %columns, i64 %first, i64 %k, i64 %deep, ptr %p)
+  %next_c = add i64 %c, {width}
+  %more_strips = icmp ult i64 %next_c, %here
+  br i1 %more_strips, label %strip, label %multiply
+multiply:
   %x_k = getelementptr float, ptr %x, i64 %k
-  %y_first = getelementptr float, ptr %y, i64 %first
-  %left = sub i64 %columns, %first
   %later = icmp ne i64 %k, 0
   %sums = or i1 %later, %adding
-  call void @tokens(i64 %tokens, ptr %x_k, i64 %x_step, ptr %panel, i64 %deep, ptr %y_first, i64 %y_step, i64 %left, i1 %sums)
+  call void @tokens(i64 %tokens, ptr %x_k, i64 %x_step, ptr %panel, i64 %deep, ptr %y_part, i64 %y_step, i64 %here, i1 %sums)
   %next_k = add i64 %k, %deep
   %more = icmp ult i64 %next_k, %depth
   br i1 %more, label %inner, label %further
@@ -99,56 +117,78 @@ rows:
   %d = phi i64 [0, %further], [%next_d, %next]
   %b_before = mul i64 %d, %b_row
   %b_d = getelementptr float, ptr %b, i64 %b_before
-  %p_d = getelementptr [{width} x float], ptr %panel, i64 %d
-  %here = call i64 @llvm.umin.i64(i64 %left, i64 {width})
   br label %value
 value:
-  %c = phi i64 [0, %rows], [%next_c, %value]
-  %column = add i64 %first, %c
+  %e = phi i64 [0, %rows], [%next_e, %value]
+  %column = add i64 %part_first, %e
   %across = mul i64 %column, %b_column
   %b_at = getelementptr float, ptr %b_d, i64 %across
   %one = load float, ptr %b_at
-  %p_at = getelementptr float, ptr %p_d, i64 %c
+  %e_strip = udiv i64 %e, {width}
+  %e_within = urem i64 %e, {width}
+  %p_at = getelementptr [{depth} x [{width} x float]], ptr %panel, i64 %e_strip, i64 %d, i64 %e_within
   store float %one, ptr %p_at
-  %next_c = add i64 %c, 1
-  %more_columns = icmp ult i64 %next_c, %here
+  %next_e = add i64 %e, 1
+  %more_columns = icmp ult i64 %next_e, %here
   br i1 %more_columns, label %value, label %next
 next:
   %next_d = add i64 %d, 1
   %more_rows = icmp ult i64 %next_d, %rank
   br i1 %more_rows, label %rows, label %add
 add:
-  call void @tokens(i64 %tokens, ptr %u, i64 %rank, ptr %panel, i64 %rank, ptr %y_first, i64 %y_step, i64 %left, i1 true)
+  call void @tokens(i64 %tokens, ptr %u, i64 %rank, ptr %panel, i64 %rank, ptr %y_part, i64 %y_step, i64 %here, i1 true)
   br label %part
 end:
   ret void
 }}
-define internal void @tokens(i64 %tokens, ptr %x, i64 %x_step, ptr %panel, i64 %deep, ptr %y, i64 %y_step, i64 %left, i1 %sums) {{
+define internal void @tokens(i64 %tokens, ptr %x, i64 %x_step, ptr %panel, i64 %deep, ptr %y, i64 %y_step, i64 %here, i1 %sums) {{
 begin:
+  %x_most = mul i64 %x_step, {most}
   br label %look
 look:
-  %t = phi i64 [0, %begin], [%next_t, %whole]
+  %t = phi i64 [0, %begin], [%next_t, %done]
   %rest = sub i64 %tokens, %t
   %x_before = mul i64 %t, %x_step
   %x_t = getelementptr float, ptr %x, i64 %x_before
   %y_before = mul i64 %t, %y_step
   %y_t = getelementptr float, ptr %y, i64 %y_before
-  %full = icmp uge i64 %rest, {most}
-  br i1 %full, label %whole, label %few
-whole:
-  call void @few{most}({given})
-  %next_t = add i64 %t, {most}
-  br label %look
-few:
-  switch i64 %rest, label %end [{cases}]
+  %some = icmp ne i64 %rest, 0
+  br i1 %some, label %soon, label %end
+soon:
+  %x_soon = getelementptr float, ptr %x_t, i64 %x_most
+  br label %line
+line:
+  %l = phi i64 [0, %soon], [%next_l, %line]
+  %x_before{i} = mul i64 %x_step, {i}
+  %x_soon{i} = getelementptr float, ptr %x_soon, i64 %x_before{i}
+  %x_line{i} = getelementptr float, ptr %x_soon{i}, i64 %l
+  call void @llvm.prefetch.p0(ptr %x_line{i}, i32 0, i32 2, i32 1)
+  %next_l = add i64 %l, 16
+  %more_lines = icmp ult i64 %next_l, %deep
+  br i1 %more_lines, label %line, label %strip
+strip:
+  %c = phi i64 [0, %line], [%next_c, %again]
+  %p_before = mul i64 %c, {depth}
+  %p_c = getelementptr float, ptr %panel, i64 %p_before
+  %y_c = getelementptr float, ptr %y_t, i64 %c
+  %left = sub i64 %here, %c
+  switch i64 %rest, label %few{most} [{cases}]
 {calls}
+again:
+  %next_c = add i64 %c, {width}
+  %more_strips = icmp ult i64 %next_c, %here
+  br i1 %more_strips, label %strip, label %done
+done:
+  %taken = call i64 @llvm.umin.i64(i64 %rest, i64 {most})
+  %next_t = add i64 %t, %taken
+  br label %look
 end:
   ret void
 }}
 """  # noqa: E501
-GIVEN = "ptr %x_t, i64 %x_step, ptr %panel, i64 %deep, ptr %y_t, i64 %y_step, i64 %left, i1 %sums"
-# y[i] += x[i] P for some tokens i, every sum in a register. A line with {i} or {v} stands there
-# once for each of them.
+GIVEN = "ptr %x_t, i64 %x_step, ptr %p_c, i64 %deep, ptr %y_c, i64 %y_step, i64 %left, i1 %sums"
+# y[i] += x[i] P for some tokens i, every sum in a register. A line with {i}, {v} or {u} stands
+# there once for each of them. With AVX2 masked stores are slow, so whole vectors have others.
 FEW = """define internal void @few{count}({given}) {{
 begin:
   %narrow = trunc i64 %left to i32
@@ -160,34 +200,58 @@ begin:
   %loaded{v} = and {mask} %stored{v}, %sums_all
   %x_before{i} = mul i64 %x_step, {i}
   %x{i} = getelementptr float, ptr %x_t, i64 %x_before{i}
-  %x_later{i} = mul i64 %x_step, {i_later}
-  %x_soon{i} = getelementptr float, ptr %x_t, i64 %x_later{i}
-  %x_line{i}_{n} = getelementptr <16 x float>, ptr %x_soon{i}, i64 {n}
-  call void @llvm.prefetch.p0(ptr %x_line{i}_{n}, i32 0, i32 2, i32 1)
   %y_before{i} = mul i64 %y_step, {i}
-  %y{i} = getelementptr float, ptr %y_t, i64 %y_before{i}
+  %y{i} = getelementptr float, ptr %y_c, i64 %y_before{i}
   %y{i}_{v} = getelementptr {vector}, ptr %y{i}, i64 {v}
-  %sum{i}_{v} = call {vector} @llvm.masked.load.v{lanes}f32.p0(ptr %y{i}_{v}, i32 4, {mask} %loaded{v}, {vector} zeroinitializer)
-  br label %inner
-inner:
-  %d = phi i64 [0, %begin], [%next_d, %inner]
-  %z{i}_{v} = phi {vector} [%sum{i}_{v}, %begin], [%next{i}_{v}, %inner]
-  %p = getelementptr [{width} x float], ptr %panel, i64 %d
-  %p{v} = getelementptr {vector}, ptr %p, i64 {v}
-  %w{v} = load {vector}, ptr %p{v}, align {aligned}
-  %x_at{i} = getelementptr float, ptr %x{i}, i64 %d
-  %one{i} = load float, ptr %x_at{i}
-  %first{i} = insertelement {vector} poison, float %one{i}, i64 0
-  %all{i} = shufflevector {vector} %first{i}, {vector} poison, {whole} zeroinitializer
-  %next{i}_{v} = call {vector} @llvm.fma.v{lanes}f32({vector} %all{i}, {vector} %w{v}, {vector} %z{i}_{v})
-  %next_d = add i64 %d, 1
-  %more = icmp ult i64 %next_d, %deep
-  br i1 %more, label %inner, label %end
-end:
-  call void @llvm.masked.store.v{lanes}f32.p0({vector} %next{i}_{v}, ptr %y{i}_{v}, i32 4, {mask} %stored{v})
+  %stop0 = freeze i64 0
+  %full = icmp uge i64 %left, {width}
+  br i1 %full, label %vectors, label %masked
+vectors:
+  br i1 %sums, label %load, label %begun
+load:
+  %whole{i}_{v} = load {vector}, ptr %y{i}_{v}, align 4
+  br label %begun
+masked:
+  %some{i}_{v} = call {vector} @llvm.masked.load.v{lanes}f32.p0(ptr %y{i}_{v}, i32 4, {mask} %loaded{v}, {vector} zeroinitializer)
+  br label %begun
+begun:
+  %sum0_{i}_{v} = phi {vector} [zeroinitializer, %vectors], [%whole{i}_{v}, %load], [%some{i}_{v}, %masked]
+{loops}
+  br i1 %full, label %store, label %part
+store:
+  store {vector} %sum1_{i}_{v}, ptr %y{i}_{v}, align 4
+  ret void
+part:
+  call void @llvm.masked.store.v{lanes}f32.p0({vector} %sum1_{i}_{v}, ptr %y{i}_{v}, i32 4, {mask} %stored{v})
   ret void
 }}
 """  # noqa: E501
+# Some steps u of the inner dimension at a time, after those that a loop of more steps has `done`
+LOOP = """  br label %from{steps}
+from{steps}:
+  %left{steps} = sub i64 %deep, %stop{done}
+  %rest{steps} = urem i64 %left{steps}, {steps}
+  %stop{steps} = sub i64 %deep, %rest{steps}
+  %any{steps} = icmp ult i64 %stop{done}, %stop{steps}
+  br i1 %any{steps}, label %loop{steps}, label %end{steps}
+loop{steps}:
+  %d{steps} = phi i64 [%stop{done}, %from{steps}], [%next{steps}, %loop{steps}]
+  %z{steps}_{i}_{v}_0 = phi {vector} [%sum{done}_{i}_{v}, %from{steps}], [%z{steps}_{i}_{v}_{steps}, %loop{steps}]
+  %p{steps} = getelementptr [{width} x float], ptr %p_c, i64 %d{steps}
+  %x{steps}_{i} = getelementptr float, ptr %x{i}, i64 %d{steps}
+  %p{steps}_{u} = getelementptr [{width} x float], ptr %p{steps}, i64 {u}
+  %p{steps}_{v}_{u} = getelementptr {vector}, ptr %p{steps}_{u}, i64 {v}
+  %w{steps}_{v}_{u} = load {vector}, ptr %p{steps}_{v}_{u}, align {aligned}
+  %x{steps}_{i}_{u} = getelementptr float, ptr %x{steps}_{i}, i64 {u}
+  %one{steps}_{i}_{u} = load float, ptr %x{steps}_{i}_{u}
+  %first{steps}_{i}_{u} = insertelement {vector} poison, float %one{steps}_{i}_{u}, i64 0
+  %all{steps}_{i}_{u} = shufflevector {vector} %first{steps}_{i}_{u}, {vector} poison, {whole} zeroinitializer
+  %z{steps}_{i}_{v}_{u_next} = call {vector} @llvm.fma.v{lanes}f32({vector} %all{steps}_{i}_{u}, {vector} %w{steps}_{v}_{u}, {vector} %z{steps}_{i}_{v}_{u})
+  %next{steps} = add i64 %d{steps}, {steps}
+  %more{steps} = icmp ult i64 %next{steps}, %stop{steps}
+  br i1 %more{steps}, label %loop{steps}, label %end{steps}
+end{steps}:
+  %sum{steps}_{i}_{v} = phi {vector} [%sum{done}_{i}_{v}, %from{steps}], [%z{steps}_{i}_{v}_{steps}, %loop{steps}]"""  # noqa: E501
 # x W: rows k of W, of which columns `first` and on are a row of P.
 BY_ROWS = """define internal void @dequantize(ptr %words, ptr %scales, ptr %biases, i64 %groups, i64 %columns, i64 %first, i64 %k, i64 %deep, ptr %panel) {{
 begin:
@@ -355,6 +419,7 @@ def text_of(
     lanes, most = registers.lanes, registers.tokens
     names: dict[str, str | int] = {
         **{"lanes": lanes, "width": registers.width, "vectors": registers.vectors},
+        "part_width": registers.part_width,
         **{"depth": DEPTH, "size": size, "bits": bits, "most": most, "given": GIVEN},
         **{"middle": 1 << (bits - 1), "aligned": F32 * lanes, "mask": f"<{lanes} x i1>"},
         **{"vector": f"<{lanes} x float>", "whole": f"<{lanes} x i32>"},
@@ -369,19 +434,25 @@ def text_of(
     )
     names["cases"] = " ".join(f"i64 {count}, label %few{count}" for count in range(1, most))
     names["calls"] = "\n".join(
-        f"few{count}:\n  call void @few{count}({GIVEN})\n  br label %end"
-        for count in range(1, most)
+        f"few{count}:\n  call void @few{count}({GIVEN})\n  br label %again"
+        for count in range(1, most + 1)
     )
     few = [_few(count, names, registers) for count in range(1, most + 1)]
     dequantize = _by_rows if by_rows else _by_columns
-    product = PRODUCT.format(**names, fields=fields)
+    product = _repeated(PRODUCT, names | {"fields": fields}, {"i": range(most)}, lanes)
     return "\n".join([product, *few, dequantize(scales, affine, registers, names)])
 
 
 def _few(count: int, names: Names, registers: Registers) -> str:
     """The function that adds the products of so many tokens with a panel."""
-    repeated = {"i": range(count), "v": range(registers.vectors), "n": range(DEPTH // 16)}
-    return _repeated(FEW, names | {"count": count}, repeated, registers.lanes)
+    repeated = {"i": range(count), "v": range(registers.vectors)}
+    names, loops = names | {"count": count, "done": 0}, list[str]()
+    for steps in dict.fromkeys((registers.steps, 1)):
+        names = names | {"steps": steps}
+        loops.append(_repeated(LOOP, names, repeated | {"u": range(steps)}, registers.lanes))
+        names["done"] = steps
+    text = FEW.replace("{loops}", "\n".join(loops))
+    return _repeated(text, names, repeated, registers.lanes)
 
 
 def _by_rows(scales: str, affine: bool, registers: Registers, names: Names) -> str:
@@ -420,7 +491,7 @@ def _repeated(text: str, names: Names, repeated: Mapping[str, range], lanes: int
         for values in product(*(repeated[name] for name in counters)):
             counted: Names = dict(zip(counters, values, strict=True))
             counted |= {"l_next": int(counted.get("l", 0)) + 1}
-            counted |= {"i_later": int(counted.get("i", 0)) + int(names.get("count", 0))}
+            counted |= {"u_next": int(counted.get("u", 0)) + 1}
             counted |= {"moved": int(counted.get("j", 0)) * int(names["bits"])}
             counted |= {"places": _places(int(counted.get("v", 0)) * lanes, lanes)}
             lines.append(line.format(**names | counted))

@@ -69,7 +69,7 @@ def test_every_weight_is_that_of_the_reference(
 
 
 @pytest.mark.parametrize("registers", REGISTERS, ids=lambda each: f"{each.lanes} lanes")
-@pytest.mark.parametrize("tokens", [0, 1, 5, 6, 37, 200])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 6, 9, 10, 37, 200])
 def test_sums_and_adapters_are_those_of_numpy(
     rng: Rng, monkeypatch: pytest.MonkeyPatch, tokens: int, registers: Registers
 ) -> None:
