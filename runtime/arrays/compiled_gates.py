@@ -42,7 +42,7 @@ begins:
   %stop = call i64 @llvm.umin.i64(i64 %full, i64 %count)
   br label %values
 values:
-  %at = phi i64 [%first, %begins], [%next, %values]
+  %at = phi i64 [%first, %begins], [%next, %on]
   %left = sub i64 %stop, %at
   %few = call i64 @llvm.umin.i64(i64 %left, i64 {lanes})
   %few_narrow = trunc i64 %few to i32
@@ -69,6 +69,15 @@ values:
   %s = fdiv {vector} splat (float 1.0), %one_more
   %f = fmul {vector} %g, %s
 {results}
+  %full_vector = icmp uge i64 %left, {lanes}
+  br i1 %full_vector, label %whole, label %part
+whole:
+{stores}
+  br label %on
+part:
+{masked}
+  br label %on
+on:
   %next = add i64 %at, {lanes}
   %more = icmp ult i64 %next, %stop
   br i1 %more, label %values, label %piece
@@ -78,8 +87,10 @@ end:
 """  # noqa: E501
 LOAD = """  %{name}_at = getelementptr float, ptr %{name}_first, i64 %at
   %{name} = call {vector} @llvm.masked.load.v{lanes}f32.p0(ptr %{name}_at, i32 4, {mask} %mask, {vector} zeroinitializer)"""  # noqa: E501
-STORE = """  %{name}_at = getelementptr float, ptr %{name}_first, i64 %at
-  call void @llvm.masked.store.v{lanes}f32.p0({vector} %{name}, ptr %{name}_at, i32 4, {mask} %mask)"""  # noqa: E501
+PLACE = "  %{name}_to = getelementptr float, ptr %{name}_first, i64 %at"
+STORE = "  store {vector} %{name}, ptr %{name}_to, align 4"
+# With AVX2 masked stores are slow, so only the last values take them
+MASKED = """  call void @llvm.masked.store.v{lanes}f32.p0({vector} %{name}, ptr %{name}_to, i32 4, {mask} %mask)"""  # noqa: E501
 FIELD = """  %{name}_field = getelementptr i64, ptr %job, i64 {at}
   %{name}_first = load ptr, ptr %{name}_field"""
 TERM = "  %p{to} = call {vector} @llvm.fma.v{lanes}f32({vector} %p{of}, {vector} %r, {vector} splat (float {c}))"  # noqa: E501
@@ -154,7 +165,9 @@ def text_of(factors: tuple[float, float], given: tuple[str, ...], made: tuple[st
     names["loads"] = "\n".join(LOAD.format(**names, name=name) for name in given)
     cubic = bool(second)
     names["z"], names["z_slope"] = (part[cubic].format(**names) for part in (Z, Z_SLOPE))
-    results = [STORE.format(**names, name=name) for name in made]
+    for key, line in (("stores", STORE), ("masked", MASKED)):
+        names[key] = "\n".join(line.format(**names, name=name) for name in made)
+    results = [PLACE.format(name=name) for name in made]
     if "d" in given:
         alone = "  %dg = fmul {vector} %d, %slope"
         results[:0] = [
