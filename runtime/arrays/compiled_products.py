@@ -1,12 +1,12 @@
 """Products with quantized tiles where they lie in the map, by code that LLVM has compiled.
 
-A thread takes some columns of a result at a time. It dequantizes as much of the tile as stays in
-the processor's nearest cache, multiplies it by all tokens, and goes on along the inner dimension:
+A thread takes 64 columns of a result at a time. It dequantizes as much of the tile as stays in the
+processor's caches (32 KB), multiplies it by all tokens, and goes on along the inner dimension:
 
     for columns j of y, a few at a time:          (threads take them as they become free)
         for a part k of the inner dimension:
-            P = dequantized W[k, j]               (stays in the cache)
-            for some tokens t: y[t, j] += x[t, k] P
+            P = dequantized W[k, j]               (stays in the caches)
+            for six tokens t: y[t, j] += x[t, k] P, in strips of as many columns as registers hold
 
 So no dequantized tile is written to memory, and the result depends neither on the number of threads
 nor on which of them was free. The values of P are those of `runtime.arrays.dequantize` to the last
