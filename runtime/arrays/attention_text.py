@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from runtime.arrays.attention_scratch import BLOCK, TILE, scratch_sections
 from runtime.arrays.product_text import F32, Names, Registers
 from runtime.arrays.vector_text import hexadecimal, splat, vector_exp, vector_tanh
+from runtime.machine.threads import MOST_THREADS, SPINS, WAIT, WAKE
 
 UNSEEN = -1e30  # the largest score of a row that has seen no key
 ARRAYS = ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")
@@ -18,7 +19,7 @@ OF_PREFIX = ("k", "v", "dk", "dv")
 SECTIONS = tuple(scratch_sections(1, 1, backward=True) | scratch_sections(1, 1, backward=False))
 FIELDS = (
     *("slots", "scratch", "scratch_size", "tokens", "groups", "repeats", "width", "value_width"),
-    *("scale", "lows", "top", "total", "turns", "prefix"),
+    *("scale", "lows", "top", "total", "turns", "sleepers", "prefix"),
     *(name + part for name in ARRAYS for part in ("", "_head", "_row")),
     *(f"prefix_{name}{part}" for name in OF_PREFIX for part in ("", "_head")),
     *(f"at_{name}" for name in SECTIONS),
@@ -28,10 +29,11 @@ FIELDS = (
 `slots` counts the threads that have taken a part of `scratch`. `lows` has for each token the first
 that it sees. top and total are (H, T): of each row of scores the largest and the sum of e to what
 they are below it; backward the log-sum-exp, and rowsum(dO * O). `turns` has for each tile of keys
-of each group the block of queries that may add to its gradients. A prefix has rows of its own.
+of each group the block of queries that may add to its gradients, and `sleepers` counts the threads
+that sleep until theirs comes. A prefix has rows of its own.
 """
 _ADDRESSES = {
-    *("scratch", "lows", "top", "total", "turns", *ARRAYS),
+    *("scratch", "lows", "top", "total", "turns", "sleepers", *ARRAYS),
     *(f"prefix_{name}" for name in OF_PREFIX),
 }
 
@@ -171,30 +173,38 @@ BACKWARD_HEAD = f"""  %adds = icmp ne i64 %r, 0
   call void @multiply(i64 %rows, ptr %d_scores, i64 {{tile}}, i64 1, ptr %keys, i64 %count, ptr %product, i64 %width_padded, i1 false)
   call void @merge(i64 %rows, ptr %dq_rows, i64 %dq_row, ptr %product, i64 %width_padded, i64 %width, ptr %factors, i64 0)"""  # noqa: E501
 # blocks of queries add in their order, whichever thread has them
-BACKWARD_END = """waits:
+BACKWARD_END = f"""waits:
   %turn_group = mul i64 %group, %all_tiles
   %turn_place = add i64 %turn_group, %j
   %turn_at = getelementptr i32, ptr %turns, i64 %turn_place
   %block_narrow = trunc i64 %block to i32
   br label %look
 look:
-  %spins = phi i64 [0, %waits], [%more_spins, %spin], [0, %yields]
+  %spins = phi i64 [0, %waits], [%more_spins, %spin], [0, %sleep]
   %turn = load atomic i32, ptr %turn_at seq_cst, align 4
   %is_mine = icmp eq i32 %turn, %block_narrow
   br i1 %is_mine, label %adds_up, label %spin
 spin:
   call void @llvm.x86.sse2.pause()
   %more_spins = add i64 %spins, 1
-  %tired = icmp ugt i64 %more_spins, 2000
-  br i1 %tired, label %yields, label %look
-yields:
-  %yielded = call i64 asm sideeffect "syscall", "={{rax}},{{rax}},~{{rcx}},~{{r11}},~{{memory}}"(i64 24)
+  %tired = icmp ugt i64 %more_spins, {SPINS}
+  br i1 %tired, label %sleep, label %look
+sleep:
+  %turn_wide = zext i32 %turn to i64
+  %lies = atomicrmw add ptr %sleepers, i64 1 seq_cst
+  %slept = {WAIT(at="turn_at", value="%turn_wide")}
+  %wakes = atomicrmw sub ptr %sleepers, i64 1 seq_cst
   br label %look
 adds_up:
   call void @merge(i64 %count, ptr %dk_tile, i64 %dk_stride, ptr %d_keys, i64 %width_padded, i64 %width, ptr %factors, i64 0)
   call void @merge(i64 %count, ptr %dv_tile, i64 %dv_stride, ptr %d_values, i64 %value_padded, i64 %value_width, ptr %factors, i64 0)
   %next_turn = sub i32 %block_narrow, 1
   store atomic i32 %next_turn, ptr %turn_at seq_cst, align 4
+  %asleep = load atomic i64, ptr %sleepers seq_cst, align 8
+  %any = icmp ne i64 %asleep, 0
+  br i1 %any, label %tell, label %tile_end
+tell:
+  %told = {WAKE(at="turn_at", value=MOST_THREADS)}
   br label %tile_end"""  # noqa: E501
 # y (rows, columns) = x P, or += x P, of panels P (columns / {panel}, deep, {panel}), and any steps
 # of x.
@@ -350,7 +360,7 @@ end:
   ret void
 }}
 """  # noqa: E501
-# to = to * factor + from, a row at a time.
+# to = to * factor + from, a row at a time; a masked store takes longer than a plain one.
 MERGE = """
 define internal void @merge(i64 %rows, ptr %to, i64 %to_step, ptr %from, i64 %from_step, i64 %columns, ptr %factors, i64 %factor_step) {{
 begin:
@@ -367,17 +377,27 @@ row:
 {factor_all}
   br label %some
 some:
-  %c = phi i64 [0, %row], [%next_c, %some]
+  %c = phi i64 [0, %row], [%next_c, %further]
+  %to_c = getelementptr float, ptr %to_r, i64 %c
+  %from_c = getelementptr float, ptr %from_r, i64 %c
+  %added = load {vector}, ptr %from_c, align {aligned}
   %left = sub i64 %columns, %c
+  %whole = icmp uge i64 %left, {lanes}
+  br i1 %whole, label %plain, label %masked
+plain:
+  %old = load {vector}, ptr %to_c, align 4
+  %new = call {vector} @llvm.fma.v{lanes}f32({vector} %old, {vector} %factor_all, {vector} %added)
+  store {vector} %new, ptr %to_c, align 4
+  br label %further
+masked:
   %left_narrow = trunc i64 %left to i32
 {left_all}
   %mask = icmp ugt {whole} %left_all, <{places}>
-  %to_c = getelementptr float, ptr %to_r, i64 %c
-  %from_c = getelementptr float, ptr %from_r, i64 %c
-  %old = call {vector} @llvm.masked.load.v{lanes}f32.p0(ptr %to_c, i32 4, {mask} %mask, {vector} zeroinitializer)
-  %added = load {vector}, ptr %from_c, align {aligned}
-  %new = call {vector} @llvm.fma.v{lanes}f32({vector} %old, {vector} %factor_all, {vector} %added)
-  call void @llvm.masked.store.v{lanes}f32.p0({vector} %new, ptr %to_c, i32 4, {mask} %mask)
+  %some_old = call {vector} @llvm.masked.load.v{lanes}f32.p0(ptr %to_c, i32 4, {mask} %mask, {vector} zeroinitializer)
+  %some_new = call {vector} @llvm.fma.v{lanes}f32({vector} %some_old, {vector} %factor_all, {vector} %added)
+  call void @llvm.masked.store.v{lanes}f32.p0({vector} %some_new, ptr %to_c, i32 4, {mask} %mask)
+  br label %further
+further:
   %next_c = add i64 %c, {lanes}
   %more = icmp ult i64 %next_c, %columns
   br i1 %more, label %some, label %done
@@ -554,13 +574,10 @@ def text_of(backward: bool, cap: float | None, registers: Registers) -> str:
         "places": ", ".join(f"i32 {lane}" for lane in range(lanes)),
         **{"name": "backward" if backward else "forward", "unseen": hexadecimal(UNSEEN)},
     }
-    for name, forward, back in (
-        ("tile_begins", FORWARD_TILE, BACKWARD_TILE),
-        ("of_head", FORWARD_HEAD, BACKWARD_HEAD),
-        ("tile_ends", "", BACKWARD_END),
-        ("after_heads", "tile_end", "waits"),
-    ):
-        names[name] = (back if backward else forward).format(**names)
+    names["tile_begins"] = BACKWARD_TILE if backward else FORWARD_TILE
+    names["of_head"] = (BACKWARD_HEAD if backward else FORWARD_HEAD).format(tile=TILE)
+    names["tile_ends"] = BACKWARD_END if backward else ""
+    names["after_heads"] = "waits" if backward else "tile_end"
     names["fields"] = "\n".join(
         FIELD.format(name=name, at=at, type="ptr" if name in _ADDRESSES else "i64")
         for at, name in enumerate(FIELDS)

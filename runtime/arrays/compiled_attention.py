@@ -120,7 +120,9 @@ def _run(
         assert array.flags.c_contiguous
         given[name] = _at(array)
     turns = _turns(seen.lows, groups, given["prefix"])
+    sleepers = np.zeros(1, np.int64)
     given |= {"lows": seen.lows.ctypes.data, "turns": turns.ctypes.data}
+    given["sleepers"] = sleepers.ctypes.data
     sections = scratch_sections(width, value_width, backward)
     places = np.cumsum([0, *sections.values()]).tolist()
     given |= {f"at_{name}": at for name, at in zip(sections, places, strict=False)}
