@@ -12,6 +12,7 @@ from runtime.arrays.product_text import F32, Names, Registers
 from runtime.arrays.vector_text import hexadecimal, splat, vector_exp, vector_tanh
 from runtime.machine.threads import MOST_THREADS, SPINS, WAIT, WAKE
 
+REGISTERS = {16: Registers(16, 4, 6), 8: Registers(8, 2, 6)}  # a tile has whole panels of them
 UNSEEN = -1e30  # the largest score of a row that has seen no key
 ARRAYS = ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")
 """Each has its address, and how many values are from one head, and from one row, to the next."""
@@ -289,8 +290,8 @@ some:
   %c = phi i64 [0, %begin], [%next_c, %done]
   %left = sub i64 %columns, %c
   %left_narrow = trunc i64 %left to i32
-{left_all}
-  %mask = icmp ugt {whole} %left_all, <{places}>
+{left_narrow_all}
+  %mask = icmp ugt {whole} %left_narrow_all, <{places}>
   %panel = udiv i64 %c, {panel}
   %within = urem i64 %c, {panel}
   %before = mul i64 %panel, %panel_size
@@ -341,8 +342,8 @@ square:
   %c = phi i64 [0, %some], [%next_c, %square]
   %left = sub i64 %columns, %c
   %left_narrow = trunc i64 %left to i32
-{left_all}
-  %mask = icmp ugt {whole} %left_all, <{places}>
+{left_narrow_all}
+  %mask = icmp ugt {whole} %left_narrow_all, <{places}>
   %at{l} = getelementptr float, ptr %from{l}, i64 %c
   %t0_{l} = call {vector} @llvm.masked.load.v{lanes}f32.p0(ptr %at{l}, i32 4, {mask} %mask, {vector} zeroinitializer)
 {turned}
@@ -391,8 +392,8 @@ plain:
   br label %further
 masked:
   %left_narrow = trunc i64 %left to i32
-{left_all}
-  %mask = icmp ugt {whole} %left_all, <{places}>
+{left_narrow_all}
+  %mask = icmp ugt {whole} %left_narrow_all, <{places}>
   %some_old = call {vector} @llvm.masked.load.v{lanes}f32.p0(ptr %to_c, i32 4, {mask} %mask, {vector} zeroinitializer)
   %some_new = call {vector} @llvm.fma.v{lanes}f32({vector} %some_old, {vector} %factor_all, {vector} %added)
   call void @llvm.masked.store.v{lanes}f32.p0({vector} %some_new, ptr %to_c, i32 4, {mask} %mask)
@@ -491,8 +492,8 @@ fall:
   %f = phi i64 [0, %summed], [%next_f, %fall]
   %left = sub i64 %rows, %f
   %left_narrow = trunc i64 %left to i32
-{{left_all}}
-  %mask = icmp ugt {{whole}} %left_all, <{{places}}>
+{{left_narrow_all}}
+  %mask = icmp ugt {{whole}} %left_narrow_all, <{{places}}>
   %factor_at = getelementptr float, ptr %factors, i64 %f
   %fallen = load {{vector}}, ptr %factor_at, align {{aligned}}
 {{exp_fall}}
@@ -563,57 +564,87 @@ SLOPE = """  %flat = fmul {vector} %curve, %curve
   %ds_all = fmul {vector} %ds_scaled, %steep"""
 
 
-def text_of(backward: bool, cap: float | None, registers: Registers) -> str:
+def text_of(backward: bool, cap: float | None, lanes: int) -> str:
     """Attention's forward, or its backward, for scores with a cap or without."""
-    lanes, most = registers.lanes, registers.tokens
+    registers = REGISTERS[lanes]
     names: Names = {
         **{"lanes": lanes, "panel": registers.width, "panel_before": registers.width - 1},
-        **{"most": most, "given": GIVEN, "aligned": F32 * lanes, "mask": f"<{lanes} x i1>"},
-        **{"vector": f"<{lanes} x float>", "whole": f"<{lanes} x i32>", "tile": TILE},
-        **{"block": BLOCK, "block_before": BLOCK - 1, "tile_before": TILE - 1},
+        **{"most": registers.tokens, "given": GIVEN, "aligned": F32 * lanes},
+        **{"vector": f"<{lanes} x float>", "whole": f"<{lanes} x i32>", "mask": f"<{lanes} x i1>"},
+        **{"block": BLOCK, "block_before": BLOCK - 1, "tile": TILE, "tile_before": TILE - 1},
         "places": ", ".join(f"i32 {lane}" for lane in range(lanes)),
-        **{"name": "backward" if backward else "forward", "unseen": hexadecimal(UNSEEN)},
+        "unseen": hexadecimal(UNSEEN),
     }
-    names["tile_begins"] = BACKWARD_TILE if backward else FORWARD_TILE
-    names["of_head"] = (BACKWARD_HEAD if backward else FORWARD_HEAD).format(tile=TILE)
-    names["tile_ends"] = BACKWARD_END if backward else ""
-    names["after_heads"] = "waits" if backward else "tile_end"
-    names["fields"] = "\n".join(
-        FIELD.format(name=name, at=at, type="ptr" if name in _ADDRESSES else "i64")
-        for at, name in enumerate(FIELDS)
-    )
-    names["sections"] = "\n".join(SECTION.format(name=name) for name in SECTIONS)
-    of_tiles = ("k", "v", "dk", "dv") if backward else ("k", "v")
-    names["tile_addresses"] = "\n".join(
-        TILE_ADDRESS.format(name=name, width="value_width" if "v" in name else "width")
-        for name in of_tiles
-    )
-    of_heads = ("q", "d_out", "dq") if backward else ("q", "out")
-    names["head_addresses"] = "\n".join(HEAD_ADDRESS.format(name=name) for name in of_heads)
-    names["cases"] = " ".join(f"i64 {count}, label %few{count}" for count in range(1, most))
-    names["calls"] = "\n".join(
-        f"few{count}:\n  call void @few{count}({GIVEN})\n  br label %done"
-        for count in range(1, most)
-    )
-    for name in ("c_narrow", "e_narrow", "low", "high"):
-        names[f"{name}_all"] = splat(name, "i32", lanes)
-    for name in ("factor", "scale", "top", "lse", "inner"):
-        names[f"{name}_all"] = splat(name, "float", lanes)
-    names["left_all"] = splat("left_narrow", "i32", lanes, "left_all")
+    names |= _addresses(backward) | _counts(registers.tokens)
+    names |= _splats(lanes)
     for c in ("c", "e"):
         names[f"{c}_mask"] = MASK.format(**names, c=c, c_all=names[f"{c}_narrow_all"])
     names["seen"] = SEEN.format(**names)
-    names["exp"] = vector_exp("below", "power_of", lanes)
-    names["exp_fall"] = vector_exp("fallen", "factor", lanes)
-    names["capped"] = "  %capped = freeze {vector} %scaled".format(**names)
-    names["slope"] = "  %ds_all = freeze {vector} %ds_scaled".format(**names)
-    if cap is not None:
-        names["tanh"] = vector_tanh("scaled", "curve", cap, lanes)
-        names["cap"] = hexadecimal(cap)
-        names["capped"], names["slope"] = CAPPED.format(**names), SLOPE.format(**names)
+    names |= _curves(names, cap, lanes)
     texts = (DECLARED, PARTS, MULTIPLY, PACK, MERGE, SLOPES if backward else SOFTMAX)
-    few = (_few(count, names, registers) for count in range(1, most + 1))
+    few = (_few(count, names, registers) for count in range(1, registers.tokens + 1))
     return "\n".join([*(text.format(**names) for text in texts), *few, _across(names, lanes)])
+
+
+def _addresses(backward: bool) -> Names:
+    """What a forward or a backward does, and the addresses that it takes."""
+    of_tiles = ("k", "v", "dk", "dv") if backward else ("k", "v")
+    of_heads = ("q", "d_out", "dq") if backward else ("q", "out")
+    lines = {
+        "fields": [
+            FIELD.format(name=name, at=at, type="ptr" if name in _ADDRESSES else "i64")
+            for at, name in enumerate(FIELDS)
+        ],
+        "sections": [SECTION.format(name=name) for name in SECTIONS],
+        "tile_addresses": [
+            TILE_ADDRESS.format(name=name, width="value_width" if "v" in name else "width")
+            for name in of_tiles
+        ],
+        "head_addresses": [HEAD_ADDRESS.format(name=name) for name in of_heads],
+    }
+    return {
+        **{name: "\n".join(each) for name, each in lines.items()},
+        "name": "backward" if backward else "forward",
+        "tile_begins": BACKWARD_TILE if backward else FORWARD_TILE,
+        "of_head": (BACKWARD_HEAD if backward else FORWARD_HEAD).format(tile=TILE),
+        "tile_ends": BACKWARD_END if backward else "",
+        "after_heads": "waits" if backward else "tile_end",
+    }
+
+
+def _counts(most: int) -> Names:
+    """Where fewer rows than `most` are left to multiply."""
+    call = "few{count}:\n  call void @few{count}({given})\n  br label %done"
+    return {
+        "cases": " ".join(f"i64 {count}, label %few{count}" for count in range(1, most)),
+        "calls": "\n".join(call.format(count=count, given=GIVEN) for count in range(1, most)),
+    }
+
+
+def _splats(lanes: int) -> Names:
+    """Vectors of one value each."""
+    integers = ("left_narrow", "c_narrow", "e_narrow", "low", "high")
+    floats = ("factor", "scale", "top", "lse", "inner")
+    return {
+        **{f"{name}_all": splat(name, "i32", lanes) for name in integers},
+        **{f"{name}_all": splat(name, "float", lanes) for name in floats},
+    }
+
+
+def _curves(names: Names, cap: float | None, lanes: int) -> Names:
+    """e to what scores are below another number, and the cap of scores with its slope."""
+    curves: Names = {
+        "exp": vector_exp("below", "power_of", lanes),
+        "exp_fall": vector_exp("fallen", "factor", lanes),
+        "capped": "  %capped = freeze {vector} %scaled".format(**names),
+        "slope": "  %ds_all = freeze {vector} %ds_scaled".format(**names),
+    }
+    if cap is None:
+        return curves
+    tanh = vector_tanh("scaled", "curve", cap, lanes)
+    curves["capped"] = CAPPED.format(**names, tanh=tanh, cap=hexadecimal(cap))
+    curves["slope"] = SLOPE.format(**names)
+    return curves
 
 
 def _few(count: int, names: Names, registers: Registers) -> str:

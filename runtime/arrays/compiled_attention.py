@@ -46,7 +46,9 @@ Lows = npt.NDArray[np.int32]
 
 def compile_for(caps: Iterable[float | None]) -> None:
     """Compile what attention with these caps takes, all at once."""
-    compile_all(text_of(back, cap, registers()) for cap in set(caps) for back in (False, True))
+    compile_all(
+        text_of(back, cap, registers().lanes) for cap in set(caps) for back in (False, True)
+    )
 
 
 @dataclass(frozen=True)
@@ -159,4 +161,4 @@ def _bits(value: float) -> int:
 
 @cache
 def _work(backward: bool, cap: float | None) -> Function:
-    return load(text_of(backward, cap, registers()), 2)
+    return load(text_of(backward, cap, registers().lanes), 2)

@@ -42,9 +42,9 @@ RATIO = """  %{to}_less_one = fmul {vector} %{to}_p1, %{to}_rest
   %{to} = fdiv {vector} %{to}_above, %{to}_below"""  # noqa: E501
 
 
-def splat(name: str, type_of: str, lanes: int, to: str = "") -> str:
-    """A vector `to`, or NAME_all, of which each lane is the value of that name."""
-    to, vector = to or f"{name}_all", f"<{lanes} x {type_of}>"
+def splat(name: str, type_of: str, lanes: int) -> str:
+    """A vector NAME_all, of which each lane is the value of that name."""
+    to, vector = f"{name}_all", f"<{lanes} x {type_of}>"
     return (
         f"  %{to}_one = insertelement {vector} poison, {type_of} %{name}, i64 0\n"
         f"  %{to} = shufflevector {vector} %{to}_one, {vector} poison, "
