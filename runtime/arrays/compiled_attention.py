@@ -132,7 +132,7 @@ def _run(
     given |= {"scratch_size": places[-1], "scratch": _at(scratch) + -_at(scratch) % 64}
     numbers = np.array(list(given.values()), np.int64)
     count = groups * math.ceil(tokens / BLOCK)
-    team.run(_work(backward, seen.cap), (0, numbers.ctypes.data), count)
+    team.run(_work(backward, seen.cap, registers().lanes), (0, numbers.ctypes.data), count)
 
 
 def _turns(lows: Lows, groups: int, prefix: int) -> npt.NDArray[np.int32]:
@@ -160,5 +160,5 @@ def _bits(value: float) -> int:
 
 
 @cache
-def _work(backward: bool, cap: float | None) -> Function:
-    return load(text_of(backward, cap, registers().lanes), 2)
+def _work(backward: bool, cap: float | None, lanes: int) -> Function:
+    return load(text_of(backward, cap, lanes), 2)

@@ -5,6 +5,8 @@ Its forward and backward are tested beside those of `AttentionBlocks`, in `test_
 
 from __future__ import annotations
 
+from itertools import product
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -13,13 +15,15 @@ from support.bundles import Rng
 from support.compiled import require_compiled
 from support.models import CLOSE
 
+from runtime.arrays import compiled_attention
 from runtime.arrays.arrays import CpuArrays
-from runtime.arrays.compiled_attention import compile_for
+from runtime.arrays.attention_text import REGISTERS, text_of
 from runtime.arrays.compiled_products import CompiledProducts, registers
 from runtime.arrays.vector_text import LOWEST, hexadecimal, vector_exp, vector_tanh
-from runtime.machine.machine_code import function
+from runtime.machine.compiling_process import image
+from runtime.machine.machine_code import compile_all, function
 from runtime.operations.attention_kernel import CompiledBlocks
-from runtime.operations.prefix_kernel import Scoring
+from runtime.operations.prefix_kernel import Prefix, Scoring
 
 CAP = 30.0
 CURVES = """
@@ -46,7 +50,7 @@ end:
 @pytest.fixture(scope="module", autouse=True)
 def compiled_at_once() -> None:
     require_compiled()
-    compile_for([None])
+    compile_all(text_of(*how) for how in product((False, True), (None, 2.5), REGISTERS))
 
 
 def curve(text: str, x: np.ndarray) -> np.ndarray:
@@ -88,14 +92,29 @@ def attention(threads: int) -> CompiledBlocks:
     return CompiledBlocks(CompiledProducts(arrays, threads).team, arrays)
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (8, 2), (3, 1)])
+@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize(
+    ("heads", "groups", "prefix", "cap"), [(2, 2, 0, None), (8, 2, 0, None), (3, 1, 70, 2.5)]
+)
 @pytest.mark.parametrize(
     ("width", "value_width"), [(32, 32), (64, 64), (80, 80), (96, 128), (256, 256), (192, 128)]
 )
 def test_any_layout_and_any_number_of_threads(
-    rng: Rng, heads: int, groups: int, width: int, value_width: int
+    rng: Rng,
+    monkeypatch: pytest.MonkeyPatch,
+    lanes: int,
+    heads: int,
+    groups: int,
+    prefix: int,
+    cap: float | None,
+    width: int,
+    value_width: int,
 ) -> None:
-    """Arrays (T, H, D) that are seen as (H, T, D); the bits are the same from every team."""
+    """Arrays (T, H, D) that are seen as (H, T, D); the bits are the same from every team.
+
+    Vectors of 16 lanes are computed in halves where the processor has none.
+    """
+    monkeypatch.setattr(compiled_attention, "registers", lambda: REGISTERS[lanes])
     length = int(rng.integers(130, 330))
 
     def drawn(count: int, columns: int) -> mx.array:
@@ -104,13 +123,27 @@ def test_any_layout_and_any_number_of_threads(
 
     q, k = drawn(heads, width), drawn(groups, width)
     v, d_out = drawn(groups, value_width), drawn(heads, value_width)
-    mx.eval(q, k, v, d_out)
-    scoring = Scoring(width**-0.5, int(rng.integers(1, 2 * length)))
-    (expected,), gradients = mx.vjp(
-        lambda q, k, v: reference.attention(q, k, v, scoring.scale, scoring.window),
-        [q, k, v],
-        [d_out],
+    arrays, parts = (
+        CpuArrays(),
+        [drawn(groups, n)[0, :, None, :prefix] for n in (width, value_width)],
     )
+    mx.eval(q, k, v, d_out, parts)
+    further = Prefix(*parts, arrays) if prefix else None
+    window = None if prefix else int(rng.integers(1, 2 * length))
+    scoring = Scoring(width**-0.5, window, further, cap)
+
+    def whole(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        before = mx.zeros((1, heads, prefix, width))
+        q = mx.concatenate([before, q], 2)
+        return reference.attention(q, k, v, scoring.scale, window, None, cap)[:, :, prefix:]
+
+    keys, values = (
+        mx.concatenate([part[None, :, 0], own], 2) for part, own in zip(parts, (k, v), strict=True)
+    )
+    (expected,), (dq, *gradients) = mx.vjp(whole, [q, keys, values], [d_out])
+    gradients = [dq, *(part[:, :, prefix:] for part in gradients)] + [
+        part[0, :, :prefix] for part in gradients if prefix
+    ]
     results = []
     for threads in (1, 2, 5):
         by = attention(threads)
@@ -141,3 +174,17 @@ def test_long_rows_are_as_exact_as_short_ones(rng: Rng) -> None:
     assert error <= 1e-6
     exact = (top + np.log(total)).reshape(lse.shape)
     assert np.abs(np.array(lse) - exact).max() <= 2e-6 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(("processor", "lanes"), [("haswell", 8), ("skylake-avx512", 16)])
+def test_other_processors_take_it_too(processor: str, lanes: int) -> None:
+    """The code refers to nothing outside, which would not be there where it is mapped."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    llvm.initialize_native_asmparser()  # of the call of the system
+    target = llvm.Target.from_default_triple()
+    machine = target.create_target_machine(processor, opt=3, reloc="pic", codemodel="small")
+    for backward, cap in product((False, True), (None, 50.0)):
+        assert image(machine.emit_object(llvm.parse_assembly(text_of(backward, cap, lanes))))
