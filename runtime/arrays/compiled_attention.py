@@ -17,8 +17,11 @@ gradients of a tile in their order, so results depend neither on the number of t
 of them was free. A tile that no query of a block sees is not read. A tile of a prefix is one that
 all see. Every sum of products is taken in order, in float32.
 
-It takes windows, packed rows, grouped heads, prefixes, sinks, caps, and heads of any width. The
-reference is `tests.oracles.whole_model.attention`.
+It takes windows, packed rows, grouped heads, prefixes, sinks, caps, and heads of any width. It runs
+where the plan multiplies weights where they lie (`Execution.in_map`), and so neither on a GPU, nor
+beside products in bfloat16, trained weights or slices of them, nor under the paper's plan, nor
+without LLVM: there, and with a cache of keys, attention is that of `attention_kernel` and
+`cached_attention_kernel`. The reference is `tests.oracles.whole_model.attention`.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from runtime.arrays.arrays import quiet
 from runtime.arrays.attention_scratch import BLOCK, TILE, scratch_sections
 from runtime.arrays.attention_text import ARRAYS, FIELDS, OF_PREFIX, text_of
 from runtime.arrays.compiled_products import registers
@@ -64,6 +68,7 @@ class Seen:
     prefix: tuple[Floats, ...] = ()
 
 
+@quiet
 def attend(
     team: Team, seen: Seen, arrays: Mapping[str, Floats], top: Floats, total: Floats
 ) -> None:
@@ -80,6 +85,7 @@ def attend(
     np.add(total, top, out=total)
 
 
+@quiet
 def attend_back(
     team: Team,
     seen: Seen,
