@@ -44,13 +44,14 @@ import pytest  # noqa: E402
 from support import forks  # noqa: E402
 from support.bundles import runnable, settings  # noqa: E402
 from support.checkpoints import weights_of, write_folder  # noqa: E402
+from support.devices import arrays_of  # noqa: E402
 from support.layouts import LAYOUTS, relaid  # noqa: E402
 from support.models import BUCKETS  # noqa: E402
 from support.shared import Make, Shared, common_folder, once  # noqa: E402
 
 from export.bundle import export_bundle  # noqa: E402
 from export.config.export import ExportConfig  # noqa: E402
-from runtime.arrays.arrays import Arrays, arrays_for  # noqa: E402
+from runtime.arrays.arrays import Arrays  # noqa: E402
 from runtime.bundle.store import Bundle  # noqa: E402
 from runtime.data import text_encoder  # noqa: E402
 from runtime.data.pieces import write_pieces  # noqa: E402
@@ -143,10 +144,7 @@ def on_the_cpu() -> None:
 
 @pytest.fixture(params=["cpu", "gpu"])
 def arrays(request: pytest.FixtureRequest) -> Arrays:
-    """A device's arrays, which compute there; a GPU's on the CPU where there is none."""
-    if request.param == "gpu" and mx.is_available(mx.gpu):
-        mx.set_default_device(mx.gpu)
-    return arrays_for(request.param)
+    return arrays_of(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from runtime.arrays.attention_scratch import BLOCK
 from runtime.arrays.stored import Matrix
 from runtime.bundle.manifest import Manifest, Quality
 from runtime.bundle.store import Bundle
@@ -262,7 +263,8 @@ def _tiles(plan: dict[str, Any]) -> str:
         weights = "quantized weights multiplied where they lie"
     elif plan["tile_values"] >= ALL_VALUES:
         weights = "whole weight matrices"
-    queries, width = plan["query_block"], plan["slice_columns"]
+    tiled = _in_map(plan) and not plan["context"]  # attention is compiled
+    queries, width = BLOCK if tiled else plan["query_block"], plan["slice_columns"]
     return ", ".join(
         (
             weights,

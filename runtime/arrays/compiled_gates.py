@@ -2,7 +2,7 @@
 
 y = f(g) u with f(g) = g s(z(g)), the logistic function s and z = first g + second g**3; without an
 up y = f(g). The reference is `runtime.operations.gated_kernel`, whose curves these are within some
-1e-7: e to a number is 2**n times a polynomial of what is left (degree 6, after Cody and Waite).
+1e-7.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cache
 
 from runtime.arrays.compiled_products import registers
 from runtime.arrays.products import Floats
+from runtime.arrays.vector_text import hexadecimal, vector_exp
 from runtime.machine.machine_code import Function, load
 from runtime.machine.threads import Team
 
@@ -21,9 +22,7 @@ PIECE = 8192  # values that a thread takes at once
 GATES = """
 declare i64 @llvm.umin.i64(i64, i64)
 declare {vector} @llvm.fma.v{lanes}f32({vector}, {vector}, {vector})
-declare {vector} @llvm.roundeven.v{lanes}f32({vector})
 declare {vector} @llvm.minnum.v{lanes}f32({vector}, {vector})
-declare {vector} @llvm.maxnum.v{lanes}f32({vector}, {vector})
 declare {vector} @llvm.masked.load.v{lanes}f32.p0(ptr, i32, {mask}, {vector})
 declare void @llvm.masked.store.v{lanes}f32.p0({vector}, ptr, i32, {mask})
 define void @gates(ptr %job, ptr %own) {{
@@ -53,18 +52,7 @@ values:
 {z}
   %minus = fneg {vector} %z
   %below = call {vector} @llvm.minnum.v{lanes}f32({vector} %minus, {vector} splat (float 88.0))
-  %x = call {vector} @llvm.maxnum.v{lanes}f32({vector} %below, {vector} splat (float -87.0))
-  %by_two = fmul {vector} %x, splat (float {log2e})
-  %n = call {vector} @llvm.roundeven.v{lanes}f32({vector} %by_two)
-  %r_high = call {vector} @llvm.fma.v{lanes}f32({vector} %n, {vector} splat (float {minus_high}), {vector} %x)
-  %r = call {vector} @llvm.fma.v{lanes}f32({vector} %n, {vector} splat (float {minus_low}), {vector} %r_high)
-  %p6 = freeze {vector} splat (float {c6})
-{polynomial}
-  %n_whole = fptosi {vector} %n to {whole}
-  %exponent = shl {whole} %n_whole, splat (i32 23)
-  %p_bits = bitcast {vector} %p0 to {whole}
-  %e_bits = add {whole} %p_bits, %exponent
-  %e = bitcast {whole} %e_bits to {vector}
+{exp}
   %one_more = fadd {vector} %e, splat (float 1.0)
   %s = fdiv {vector} splat (float 1.0), %one_more
   %f = fmul {vector} %g, %s
@@ -84,7 +72,7 @@ on:
 end:
   ret void
 }}
-"""  # noqa: E501
+"""
 LOAD = """  %{name}_at = getelementptr float, ptr %{name}_first, i64 %at
   %{name} = call {vector} @llvm.masked.load.v{lanes}f32.p0(ptr %{name}_at, i32 4, {mask} %mask, {vector} zeroinitializer)"""  # noqa: E501
 PLACE = "  %{name}_to = getelementptr float, ptr %{name}_first, i64 %at"
@@ -93,7 +81,6 @@ STORE = "  store {vector} %{name}, ptr %{name}_to, align 4"
 MASKED = """  call void @llvm.masked.store.v{lanes}f32.p0({vector} %{name}, ptr %{name}_to, i32 4, {mask} %mask)"""  # noqa: E501
 FIELD = """  %{name}_field = getelementptr i64, ptr %job, i64 {at}
   %{name}_first = load ptr, ptr %{name}_field"""
-TERM = "  %p{to} = call {vector} @llvm.fma.v{lanes}f32({vector} %p{of}, {vector} %r, {vector} splat (float {c}))"  # noqa: E501
 # z and its slope; without a second factor g**2 would be infinite for nothing
 Z = {
     True: """  %g2 = fmul {vector} %g, %g
@@ -152,14 +139,9 @@ def text_of(factors: tuple[float, float], given: tuple[str, ...], made: tuple[st
         **{"lanes": lanes, "vector": f"<{lanes} x float>", "whole": f"<{lanes} x i32>"},
         **{"mask": f"<{lanes} x i1>", "piece": PIECE},
         "places": ", ".join(f"i32 {lane}" for lane in range(lanes)),
-        **{"first_factor": _hex(first), "second": _hex(second), "third": _hex(3 * second)},
-        **{"log2e": _hex(1.4426950408889634), "minus_high": _hex(-0.693359375)},
-        **{"minus_low": _hex(2.12194440054690583e-4), "c6": _hex(1 / 720)},
+        **{"first_factor": hexadecimal(first), "second": hexadecimal(second)},
+        **{"third": hexadecimal(3 * second), "exp": vector_exp("below", "e", lanes)},
     }
-    terms = [1.0, 1.0, 1 / 2, 1 / 6, 1 / 24, 1 / 120]
-    names["polynomial"] = "\n".join(
-        TERM.format(**names, to=at, of=at + 1, c=_hex(terms[at])) for at in range(5, -1, -1)
-    )
     fields = [FIELD.format(name=name, at=2 + at) for at, name in enumerate((*given, *made))]
     names["fields"] = "\n".join(fields)
     names["loads"] = "\n".join(LOAD.format(**names, name=name) for name in given)
@@ -179,13 +161,3 @@ def text_of(factors: tuple[float, float], given: tuple[str, ...], made: tuple[st
         results.insert(0, "  %y = freeze {vector} %f".format(**names))
     names["results"] = "\n".join(results)
     return GATES.format(**names)
-
-
-def _hex(value: float) -> str:
-    """A float32 as LLVM writes it: the bits of the double that it is."""
-    import struct
-
-    (bits,) = struct.unpack(
-        "<Q", struct.pack("<d", struct.unpack("<f", struct.pack("<f", value))[0])
-    )
-    return f"0x{bits:016X}"

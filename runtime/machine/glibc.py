@@ -53,9 +53,14 @@ def place_values(value_bytes: int) -> None:
     if not hasattr(libc, "mallopt"):
         return
     long = value_bytes >= LONG_VALUE_BYTES
-    most = min(value_bytes // 2, MOST_HEAP_BLOCK_BYTES) if long else MOST_HEAP_BLOCK_BYTES
-    libc.mallopt(M_MMAP_THRESHOLD, most)
+    libc.mallopt(M_MMAP_THRESHOLD, _largest_on_heap(value_bytes))
     libc.mallopt(M_TRIM_THRESHOLD, value_bytes // 2 if long else NEVER_TRIM_BYTES)
+
+
+def _largest_on_heap(value_bytes: int) -> int:
+    """Bytes of the largest block on the heap where the longest value has `value_bytes`."""
+    long = value_bytes >= LONG_VALUE_BYTES
+    return min(value_bytes // 2, MOST_HEAP_BLOCK_BYTES) if long else MOST_HEAP_BLOCK_BYTES
 
 
 def trim_heap() -> None:
@@ -94,11 +99,12 @@ def unused_bytes(heap: Heap, use: HeapUse) -> int:
     The current tile of weights leaves no holes, and neither do logits that are too large for the
     heap and therefore mapped. If long values are mapped as well, fewer holes are left.
     """
-    mapped = use.logits_bytes > MOST_HEAP_BLOCK_BYTES
+    most = _largest_on_heap(use.value_bytes)
+    mapped = use.logits_bytes > most
     off_heap = max(use.tile_bytes, use.chunk_bytes) if mapped else use.tile_bytes
     on_heap = max(0, use.alive_bytes - off_heap)
     share = heap.share + (heap.share_of_backward if use.backward else 0.0)
-    largest = 0 if mapped else use.largest_logits_bytes
+    largest = 0 if use.largest_logits_bytes > most else use.largest_logits_bytes
     holes = use.hole_bytes + heap.share_of_logits * largest
     if use.value_bytes >= LONG_VALUE_BYTES:
         share = heap.share_beside_mapped

@@ -18,6 +18,7 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
+from runtime.arrays.attention_scratch import scratch_values
 from runtime.arrays.stored import pages
 from runtime.operations.base import Call, Function, Operation, Scope, require
 from runtime.operations.execution import Execution
@@ -122,6 +123,8 @@ class Attention(Function, frozen=True):
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """A block of scores, its mask and probabilities, and a copied block of keys or values."""
+        if execution.in_map:
+            return self._compiled_bytes(call, execution)
         q, k, v = (shape_at(call.values[name], execution.bucket) for name in self.inputs)
         heads, tokens = q[1], q[2]
         block = min(tokens, execution.attention_block)
@@ -135,6 +138,17 @@ class Attention(Function, frozen=True):
         nbytes = nbytes + max(scores, part) + slopes if call.backward else nbytes
         capped, back = self.cap is not None, call.backward
         return nbytes + prefix_bytes(q, k, v, block, execution.prefix, back, capped)
+
+    def _compiled_bytes(self, call: Call, execution: Execution) -> int:
+        """Two numbers for each row of scores, one for each token, and every thread's scratch.
+
+        Scores are those of a tile. A prefix lies in memory by heads.
+        """
+        q, k, v = (shape_at(call.values[name], execution.bucket) for name in self.inputs)
+        rows = (2 * q[1] + 1) * q[2] * F32
+        scratch = scratch_values(q[3], v[3], call.backward) * F32
+        prefix = prefix_bytes(q, k, v, 0, execution.prefix, call.backward, self.cap is not None)
+        return rows + execution.threads * scratch + prefix
 
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
         """The arrays of every block of queries; scores are replaced in place by what follows them.

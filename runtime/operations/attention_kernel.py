@@ -11,21 +11,27 @@ each row; the backward rebuilds the probabilities from it (as FlashAttention, ar
 Where scores are capped, S = c tanh(q k^T scale / c), dS is multiplied by 1 - (S / c)^2.
 
 A block of queries is multiplied by no keys before its window or before the row of its first query.
+Where the plan multiplies weights by compiled code, attention is compiled too, for all that this
+file knows (`runtime.arrays.compiled_attention`).
 The reference is `tests.oracles.whole_model.attention`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays, row_sums
+from runtime.arrays.arrays import Arrays, row_sums, view
+from runtime.arrays.attention_text import UNSEEN
+from runtime.arrays.compiled_attention import Seen, attend, attend_back, compile_for
 from runtime.arrays.values import Gradients, Loras, Values, accumulate
+from runtime.machine.threads import Team
 from runtime.operations.attention import STARTS, Attention
+from runtime.operations.base import Operation
 from runtime.operations.kernel import Run, Tools
 from runtime.operations.prefix_kernel import (
     Scoring,
@@ -151,6 +157,74 @@ class AttentionBlocks:
         return joined.whole.reshape(q.shape), dk[None], dv[None], *further
 
 
+@dataclass(frozen=True)
+class CompiledBlocks:
+    """The same by compiled code, in all threads."""
+
+    team: Team
+    arrays: Arrays
+
+    def forward(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        scoring: Scoring,
+        starts: Starts | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """As `AttentionBlocks.forward`."""
+        _, heads, tokens, _ = q.shape
+        groups = k.shape[1]
+        out = mx.zeros((1, heads, tokens, v.shape[-1]))
+        sums = mx.zeros((groups, heads // groups, tokens, 1))
+        self.arrays.settle(out, sums)
+        total = view(sums).reshape(heads, tokens)
+        top = np.full((heads, tokens), UNSEEN, np.float32)
+        if scoring.sinks is not None:
+            top[...], total[...] = view(scoring.sinks)[:, None], 1
+        given = {"q": view(q)[0], "k": view(k)[0], "v": view(v)[0], "out": view(out)[0]}
+        attend(self.team, _seen(scoring, starts, tokens), given, top, total)
+        return out, sums
+
+    def backward(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        out: mx.array,
+        lse: mx.array,
+        d_out: mx.array,
+        scoring: Scoring,
+        starts: Starts | None = None,
+    ) -> tuple[mx.array, ...]:
+        """As `AttentionBlocks.backward`."""
+        _, heads, tokens, _ = q.shape
+        made = [mx.zeros(part.shape) for part in (q, k, v)]
+        prefix, further = scoring.prefix, list[mx.array]()
+        if prefix is not None:
+            further = [mx.zeros(part[:, 0].shape) for part in (prefix.keys, prefix.values)]
+        self.arrays.settle(made, further)
+        names = ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")
+        arrays = (view(part)[0] for part in (q, k, v, out, d_out, *made))
+        given = dict(zip(names, arrays, strict=True))
+        sums = view(lse).reshape(heads, tokens)
+        d_prefix = tuple(map(view, further))
+        attend_back(self.team, _seen(scoring, starts, tokens), given, sums, d_prefix)
+        return *made, *further
+
+
+def _seen(scoring: Scoring, starts: Starts | None, tokens: int) -> Seen:
+    """What each token sees: from its window's or its row's first token on, and a prefix."""
+    window = tokens if scoring.window is None else scoring.window
+    lows = np.maximum(np.arange(1 - window, tokens - window + 1, dtype=np.int32), 0)
+    if starts is not None:
+        lows = np.maximum(lows, starts)
+    further: tuple[mx.array, ...] = ()
+    if scoring.prefix is not None:
+        further = scoring.prefix.keys, scoring.prefix.values
+    return Seen(scoring.scale, lows, scoring.cap, tuple(view(part)[:, 0] for part in further))
+
+
 @dataclass
 class _Joined:
     """Results (K, R, t, n) of blocks of queries, each written at once to its place among all.
@@ -185,6 +259,11 @@ def _mask(start: int, stop: int, first: int, window: int | None, starts: Starts 
     return mx.array(masked * np.float32(MASKED))
 
 
+def prepare(operations: Iterable[Operation]) -> None:
+    """Compile what attention takes, if any of these operations is one."""
+    compile_for(each.cap for each in operations if isinstance(each, Attention))
+
+
 @dataclass(frozen=True)
 class AttentionKernel:
     """The `Attention` operation: its output, the log-sum-exp of each row, and their backward."""
@@ -192,7 +271,10 @@ class AttentionKernel:
     tools: Tools
 
     @property
-    def blocks(self) -> AttentionBlocks:
+    def blocks(self) -> AttentionBlocks | CompiledBlocks:
+        team = self.tools.matrices.team
+        if team is not None:
+            return CompiledBlocks(team, self.tools.arrays)
         return AttentionBlocks(self.tools.execution.attention_block, self.tools.arrays)
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:

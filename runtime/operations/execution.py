@@ -59,6 +59,7 @@ class Execution:
     in_place: bool = False
     stacked_rows: Mapping[str, int] = field(default_factory=dict)
     compiled: bool = False
+    threads: int = 1  # in which compiled code runs
 
     @property
     def by_onednn(self) -> bool:

@@ -41,8 +41,9 @@ def seconds(
             passes = _passes(layer, execution, backward, keeps)
             known[key] = _layer_seconds(passes, execution, 0 if stays else 1 / lanes)
         total += known[key]
-    blocks = -(-execution.bucket // execution.attention_block)
-    total += len(layers) * blocks * QUERIES_S * (2 if backward else 1)
+    if not execution.in_map:  # where attention is not compiled
+        blocks = -(-execution.bucket // execution.attention_block)
+        total += len(layers) * blocks * QUERIES_S * (2 if backward else 1)
     return total + _head_seconds(model, backward, lanes)
 
 

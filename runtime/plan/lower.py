@@ -159,6 +159,7 @@ def lower(
     context: int = 0,
     compute_dtype: str = "float32",
     compiled: bool = False,
+    threads: int = 1,
     blocks: tuple[LoweredBlock, ...] = (),
 ) -> LoweredModel:
     """The lowered programs of all blocks at a sequence bucket.
@@ -190,6 +191,7 @@ def lower(
         sizes.in_place,
         widths.stacked,
         compiled,
+        threads,
     )
     first = manifest.first_adapted
     return LoweredModel(blocks, execution, sizes.materialize_blocks, first, context)

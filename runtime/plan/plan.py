@@ -388,6 +388,7 @@ class Planner:
             *(self.manifest, task.request.bucket, sizes, machine.packed, task.request.context),
             machine.compute_dtype,
             self._compiled(task),
+            machine.blas.threads,
             blocks=self._blocks[1],
         )
         last = self._model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 import mlx.core as mx
 
@@ -21,6 +22,7 @@ from runtime.machine.backend import limit_memory, load_onednn, use_device
 from runtime.machine.glibc import place_values, trim_heap
 from runtime.machine.machine_code import why_not_kept
 from runtime.machine.openblas import blas_threads, share_cores
+from runtime.operations.attention_kernel import prepare as prepare_attention
 from runtime.plan.lower import LoweredModel, lower
 from runtime.plan.plan import Plan, choose_bucket
 from runtime.run.traced_graphs import with_graphs
@@ -127,7 +129,7 @@ def open_session(
     trim_heap()
     place_values(plan.mapped_value_bytes)
     in_place = compiled = None
-    matrices = bundle.manifest.matrices.values()
+    matrices, types = bundle.manifest.matrices.values(), bundle.manifest.block_types.values()
     if weights is None:
         weights = mapped = Weights(bundle, plan.prefetch, releases=not plan.in_place)
         if plan.in_place:
@@ -137,6 +139,8 @@ def open_session(
             threads = blas_threads()
             compiled = Dequantizing(mapped) if by_onednn else MapTiles(mapped, threads)
             compiled.prepare(matrices)
+            if not (by_onednn or plan.context):
+                prepare_attention(chain.from_iterable(each.operations for each in types))
         if refusal := why_not_kept():
             note(warning(refusal))
     session = Session(bundle, plan, weights, Graphs(bundle), in_place=in_place, compiled=compiled)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -16,14 +17,19 @@ import pytest
 from oracles import whole_model as reference
 from oracles.delta_rule import gated_delta
 from support.bundles import Rng
+from support.compiled import require_compiled
+from support.devices import arrays_of
 
 from runtime.arrays.arrays import Arrays, CpuArrays
+from runtime.arrays.attention_scratch import BLOCK
+from runtime.arrays.compiled_attention import compile_for
+from runtime.arrays.compiled_products import CompiledProducts
 from runtime.arrays.dequantize import dense
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.stored import Extent, Matrix
 from runtime.arrays.values import Lora
 from runtime.operations import convolution_kernel
-from runtime.operations.attention_kernel import AttentionBlocks
+from runtime.operations.attention_kernel import AttentionBlocks, CompiledBlocks
 from runtime.operations.execution import materialized_bytes
 from runtime.operations.gated_delta import CHUNK, SEGMENT, states_kept
 from runtime.operations.gated_delta_kernel import DeltaRule
@@ -298,15 +304,48 @@ def test_an_nvidia_gpu_multiplies_by_halves_of_large_groups(
 # --- attention --------------------------------------------------------------------------------
 
 
+class Attending(NamedTuple):
+    """Ways to attend, `of` a number of queries at once, and to sequences of less than `longest`.
+
+    Of 4 queries it takes `unit` at once.
+    """
+
+    of: Callable[[int], AttentionBlocks | CompiledBlocks]
+    arrays: Arrays
+    longest: int = 40
+    unit: int = 4
+
+
+@pytest.fixture(params=["cpu", "gpu", "compiled"])
+def attending(request: pytest.FixtureRequest) -> Attending:
+    """On a device's arrays, or by compiled code, which has tiles of its own."""
+    if request.param == "compiled":
+        require_compiled()
+        compile_for([None, 2.5])
+        cpu = CpuArrays()
+        by = CompiledBlocks(CompiledProducts(cpu, 3).team, cpu)
+        return Attending(lambda _: by, cpu, 300, BLOCK)
+    arrays = arrays_of(request.param)
+    return Attending(lambda block: AttentionBlocks(block, arrays), arrays)
+
+
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 3), (4, 1)])
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
 @pytest.mark.parametrize("block", [1, 7, 1000])
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_and_its_backward(
-    rng: Rng, arrays: Arrays, heads: int, groups: int, window: int | None, block: int, packed: bool
+    rng: Rng,
+    attending: Attending,
+    heads: int,
+    groups: int,
+    window: int | None,
+    block: int,
+    packed: bool,
 ) -> None:
     """In a sequence that is one row, and in one of packed rows, which attention does not cross."""
-    length, width, value_width = (int(n) for n in rng.integers((1, 1, 1), (40, 20, 20)))
+    length, width, value_width = (
+        int(n) for n in rng.integers((1, 1, 1), (attending.longest, 20, 20))
+    )
     q = normal(rng, 1, heads, length, width)
     k = normal(rng, 1, groups, length, width)
     v = normal(rng, 1, groups, length, value_width)
@@ -314,7 +353,7 @@ def test_attention_and_its_backward(
     scale = float(rng.uniform(0.05, 1))
     numbers = np.sort(rng.integers(0, 5, length)) if packed else np.zeros(length, int)
     starts = np.searchsorted(numbers, numbers).astype(np.int32) if packed else None
-    kernel = AttentionBlocks(block, arrays)
+    kernel = attending.of(block)
     out, lse = kernel.forward(q, k, v, Scoring(scale, window), starts)
     (expected,), gradients = mx.vjp(
         lambda q, k, v: reference.attention(q, k, v, scale, window, mx.array(numbers)),
@@ -335,10 +374,10 @@ def test_attention_and_its_backward(
     ("prefix", "cap", "sunk"), [(0, 2.5, 0), (3, 2.5, 1), (0, None, 1), (0, None, 100)]
 )
 def test_attention_with_a_prefix_a_cap_and_sinks_and_its_backward(
-    rng: Rng, arrays: Arrays, prefix: int, cap: float | None, sunk: float
+    rng: Rng, attending: Attending, prefix: int, cap: float | None, sunk: float
 ) -> None:
-    heads, groups, length, width = 6, 3, 23, 8
-    window = None if prefix else 7
+    heads, groups, length, width = 6, 3, attending.longest // 2 + 3, 8
+    window = None if prefix else length // 3
     sinks = normal(rng, heads) * sunk if sunk else None
     numbers = np.sort(rng.integers(0, 3, length))
     starts = None if prefix else np.searchsorted(numbers, numbers).astype(np.int32)
@@ -354,8 +393,8 @@ def test_attention_with_a_prefix_a_cap_and_sinks_and_its_backward(
 
     (expected,), gradients = mx.vjp(whole, [q, k, v], [d_out])
     parts = [part[0, :, None, :prefix] for part in (k, v)]
-    further = Prefix(*parts, arrays) if prefix else None
-    kernel = AttentionBlocks(5, arrays)
+    further = Prefix(*parts, attending.arrays) if prefix else None
+    kernel = attending.of(5)
     keys, values = k[:, :, prefix:], v[:, :, prefix:]
     scoring = Scoring(0.7, window, further, cap, sinks)
     out, lse = kernel.forward(q, keys, values, scoring, starts)
@@ -366,18 +405,20 @@ def test_attention_with_a_prefix_a_cap_and_sinks_and_its_backward(
         close(mine, theirs)
 
 
-def test_attention_with_huge_scores_stays_finite(rng: Rng, arrays: Arrays) -> None:
+def test_attention_with_huge_scores_stays_finite(rng: Rng, attending: Attending) -> None:
     q, k, v = (normal(rng, 1, 2, 21, 8) * factor for factor in (100, 100, 1))
-    kernel = AttentionBlocks(5, arrays)
+    kernel = attending.of(5)
     out, lse = kernel.forward(q, k, v, Scoring(1.0, 6))
     close(out, reference.attention(q, k, v, 1.0, 6), 1e-4)
     for gradient in kernel.backward(q, k, v, out, lse, normal(rng, *out.shape), Scoring(1.0, 6)):
         assert mx.isfinite(gradient).all()
 
 
-def test_attention_sees_neither_the_future_nor_beyond_its_window(rng: Rng, arrays: Arrays) -> None:
+def test_attention_sees_neither_the_future_nor_beyond_its_window(
+    rng: Rng, attending: Attending
+) -> None:
     q, k, v = (normal(rng, 1, 2, 30, 8) for _ in range(3))
-    kernel = AttentionBlocks(4, arrays)
+    kernel = attending.of(4)
     out, _ = kernel.forward(q, k, v, Scoring(0.3, 5))
     far = mx.arange(30)[None, None, :, None]
     outside = (far > 20) | (far <= 15)
@@ -388,13 +429,13 @@ def test_attention_sees_neither_the_future_nor_beyond_its_window(rng: Rng, array
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_attention_does_not_read_the_rows_beside(
-    rng: Rng, arrays: Arrays, window: int | None
+    rng: Rng, attending: Attending, window: int | None
 ) -> None:
     """What other rows hold changes no bit of this one."""
     starts = np.repeat([0, 7, 20, 26], [7, 13, 6, 4]).astype(np.int32)
     q, k, v, d_out = (normal(rng, 1, 2, 30, 8) for _ in range(4))
     inside = (mx.arange(30) >= 7) & (mx.arange(30) < 20)
-    kernel = AttentionBlocks(4, arrays)
+    kernel = attending.of(4)
 
     def row(k: mx.array, v: mx.array) -> list[mx.array]:
         out, lse = kernel.forward(q, k, v, Scoring(0.3, window), starts)
@@ -406,17 +447,19 @@ def test_attention_does_not_read_the_rows_beside(
         assert mx.array_equal(one, other)
 
 
-def test_rows_before_a_block_of_queries_cost_nothing(rng: Rng, arrays: Arrays) -> None:
+def test_rows_before_a_block_of_queries_cost_nothing(rng: Rng, attending: Attending) -> None:
     """Their keys are not even multiplied: numbers that no mask could take away do not show."""
-    starts = np.repeat([0, 8, 20], [8, 12, 10]).astype(np.int32)
-    q, k, v, d_out = (normal(rng, 1, 2, 30, 8) for _ in range(4))
-    kernel = AttentionBlocks(4, arrays)
-    before = (mx.arange(30) < 8)[None, None, :, None]
+    first, second, length = 2 * attending.unit, 5 * attending.unit, 7 * attending.unit + 2
+    counts = np.diff([0, first, second, length])
+    starts = np.repeat([0, first, second], counts).astype(np.int32)
+    q, k, v, d_out = (normal(rng, 1, 2, length, 8) for _ in range(4))
+    kernel = attending.of(4)
+    before = (mx.arange(length) < first)[None, None, :, None]
     k, v = (mx.where(before, mx.nan, x) for x in (k, v))
     out, lse = kernel.forward(q, k, v, Scoring(0.3), starts)
     for one in (out, *kernel.backward(q, k, v, out, lse, d_out, Scoring(0.3), starts)):
-        assert mx.isnan(one[:, :, :8]).all()
-        assert mx.isfinite(one[:, :, 8:]).all()
+        assert mx.isnan(one[:, :, :first]).all()
+        assert mx.isfinite(one[:, :, first:]).all()
 
 
 # --- gated delta rule -------------------------------------------------------------------------

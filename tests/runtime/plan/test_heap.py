@@ -88,8 +88,15 @@ def test_logits_leave_a_share_of_a_chunk_unless_they_are_mapped(
     assert slack(manifest, task, SIZES, share_of_logits=0.5) == logits // 2
     heap = with_heap(share_of_logits=0.5).heap
     assert unused_bytes(heap, heap_use(model, 10**6, last)) == logits // 2
-    monkeypatch.setattr("runtime.machine.glibc.MOST_HEAP_BLOCK_BYTES", logits - 1)
-    assert unused_bytes(heap, heap_use(model, 10**6, last)) == 0
+    for index in (0, last):  # also while a layer runs, they have left no hole
+        use = heap_use(model, 10**6, index)
+        with monkeypatch.context() as patched:
+            patched.setattr("runtime.machine.glibc.MOST_HEAP_BLOCK_BYTES", logits - 1)
+            assert unused_bytes(heap, use) == 0
+        with monkeypatch.context() as patched:  # so where long values are mapped, too
+            patched.setattr("runtime.machine.glibc.LONG_VALUE_BYTES", logits)
+            for values, holes in ((2 * logits, logits // 2), (2 * logits - 2, 0)):
+                assert unused_bytes(heap, replace(use, value_bytes=values)) == holes
 
 
 @pytest.mark.parametrize("method", ["mebp", "mezo"])
