@@ -25,7 +25,6 @@ from runtime.core.units import parse_bytes
 from runtime.machine.backend import PANEL_BYTES, ROW_BYTES, cores, prepare
 from runtime.machine.machine import Machine
 from runtime.operations.values import F32
-from runtime.plan.cost import seconds
 from runtime.plan.lower import Sizes, lower
 from runtime.plan.plan import READING_BYTES, Planner, Task, choose_bucket, deciding_differences
 from runtime.plan.sizes import LEVELS
@@ -217,7 +216,7 @@ def test_layers_keep_the_values_of_whole_mlps(tiny: Tiny) -> None:
     assert rich.slice_columns and rich.kept_layers == layers
     least = plan_of(manifest, task, rich.minimum_bytes)
     assert least.slice_columns and least.kept_layers < layers
-    assert rich.keeps_mlps
+    assert rich.kept == (layers, layers, layers)
     for method in ("mezo", EVAL):
         assert plan_of(manifest, task_of(1024, method), 10**10).slice_columns
 
@@ -310,10 +309,8 @@ def test_more_budget_never_buys_a_slower_plan(tiny: Tiny, method: str) -> None:
     known = set()
     for budget in np.geomspace(least, 2 * least, 40):
         plan = planner.plan(task, int(budget) + 1)
-        known.add((plan.tile_values, plan.kept_layers, plan.materialized_layers))
-        lowered = planner.model(task, plan.sizes).lowered
-        kept = (plan.kept_layers, plan.materialized_layers)
-        now = seconds(lowered, task.demand.backward, plan.lanes, *kept)
+        known.add((plan.tile_values, *plan.kept, plan.materialized_layers))
+        now = planner.seconds(task, plan, plan.lanes)
         assert now <= before
         before = now
     assert len(known) >= 3  # so that there was something to compare
