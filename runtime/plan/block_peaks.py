@@ -151,7 +151,7 @@ class PeakModel:
         alive = {gradient_of(last)}
         alive |= {program.input, *self._starts(lowered)} if program.input else set()
         schedule = lowered.backward
-        if lowered.head is None and program.input:
+        if lowered.keeping:
             schedule = lowered.keeping[0].backward
             alive |= lowered.keeping[0].values
         peak = self._peak(lowered, schedule, alive)

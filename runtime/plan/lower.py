@@ -324,28 +324,43 @@ def _lower_block(
     if context:
         return _decoding(block, whole.decoding(context), adapted)
     program = fold(whole) if sizes.slices else whole
-
-    def evaluated(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-        return _with_evaluations(schedule) if sizes.evaluation == "operation" else schedule
-
-    def keeping(of: Program, kept: frozenset[str], activated: bool = True) -> Keeping:
-        backward = backward_schedule(of, adapted, input_wanted, kept, activated)
-        return Keeping(kept, evaluated(keeping_schedule(of, kept)), evaluated(backward))
-
-    kept = kept_values(program, adapted, input_wanted)
-    ways = [keeping(program, stored_values(program, kept)), keeping(program, kept)]
-    for activated in (False, True) if sizes.slices else ():
-        inside = kept_values(whole, adapted, input_wanted, activated)
-        ways.append(keeping(whole, inside, activated))
+    backward = backward_schedule(program, adapted, input_wanted)
+    ways: list[Keeping] = []
+    if program.input and program.head is None:  # a layer
+        kept = kept_values(program, adapted, input_wanted)
+        ways = [
+            _keeping(sizes, program, adapted, input_wanted, values)
+            for values in (stored_values(program, kept), kept)
+        ]
+        for activated in (False, True) if sizes.slices else ():
+            kept = kept_values(whole, adapted, input_wanted, activated)
+            ways.append(_keeping(sizes, whole, adapted, input_wanted, kept, activated))
     return LoweredBlock(
         block,
         program,
         adapted,
-        evaluated(forward_schedule(program)),
-        evaluated(backward_schedule(program, adapted, input_wanted)),
+        _evaluated(sizes, forward_schedule(program)),
+        _evaluated(sizes, backward),
         tuple(ways),
         program.head,
     )
+
+
+def _keeping(
+    sizes: Sizes,
+    program: Program,
+    adapted: frozenset[str],
+    input_wanted: bool,
+    kept: frozenset[str],
+    activated: bool = True,
+) -> Keeping:
+    backward = backward_schedule(program, adapted, input_wanted, kept, activated)
+    forward = keeping_schedule(program, kept)
+    return Keeping(kept, _evaluated(sizes, forward), _evaluated(sizes, backward))
+
+
+def _evaluated(sizes: Sizes, schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    return _with_evaluations(schedule) if sizes.evaluation == "operation" else schedule
 
 
 def _decoding(block: Block, program: Program, adapted: frozenset[str]) -> LoweredBlock:

@@ -167,10 +167,11 @@ def test_the_engine_runs_what_the_planner_adds_up(
                 peak.forward(index, lanes)
                 peak.block(index, lanes)  # which knows the forward, and adds up the backward
                 loras = [adapters.loras(block)] * lanes
-                model.forward_lanes(block, [x() for _ in range(lanes)], loras)
-                model.backward(block, x(), x(), loras[0])
-                expected = walk(one, program, one.forward, {program.input}, bucket)
-                expected += walk(one, program, one.backward, given, bucket)
+                _, kept = model.forward_keeping(block, [x() for _ in range(lanes)], loras, 0)
+                model.backward(block, x(), x(), loras[0], (0, kept[0]))
+                first = one.keeping[0]
+                expected = walk(one, program, first.forward, {program.input}, bucket)
+                expected += walk(one, program, first.backward, given | first.values, bucket)
             else:
                 peak.forward(index, 1)
                 peak.block(index, 1)
