@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -545,8 +545,8 @@ class Planner:
     def _steps(self, task: Task, sizes: Sizes, lanes: int) -> list[tuple[int, ...]]:
         """How many of the last layers keep how much (see `way_of`), from none to all.
 
-        Each step is of one layer more, and keeps all that the steps before it keep. Those come
-        first that save the most seconds for a byte.
+        Each step is of one layer, and keeps all that the steps before it keep. Those come first
+        that save the most seconds for a byte.
         """
         key = (task, sizes, lanes)
         if key not in self._known_steps:
@@ -554,10 +554,12 @@ class Planner:
             ways = model.lowered.most_kept if task.demand.backward else 0
             kept = [0] * ways
             steps = [tuple(kept)]
-            for top in _worth(self._savings(model, ways, lanes)):
-                for count in range(1, layers + 1):
-                    kept = [max(count, own) if way < top else own for way, own in enumerate(kept)]
-                    steps += [tuple(kept)]
+            first = 0
+            for stop in _worth(self._savings(model, ways, lanes)):
+                for count, way in product(range(1, layers + 1), range(first, stop)):
+                    kept[way] = count
+                    steps.append(tuple(kept))
+                first = stop
             self._known_steps[key] = steps
         return self._known_steps[key]
 
