@@ -366,7 +366,8 @@ def _evaluated(sizes: Sizes, schedule: tuple[Instruction, ...]) -> tuple[Instruc
 def _decoding(block: Block, program: Program, adapted: frozenset[str]) -> LoweredBlock:
     """A block that decodes, which takes all its tokens at once."""
     forward = forward_schedule(program)
-    return LoweredBlock(block, program, adapted, forward, (), (), program.head)
+    ways = (Keeping(frozenset(), forward, ()),)
+    return LoweredBlock(block, program, adapted, forward, (), ways, program.head)
 
 
 def _with_evaluations(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
