@@ -41,7 +41,7 @@ def sizes(rng: Rng) -> Sizes:
         return (*LEVELS, PAPER)[int(rng.integers(len(LEVELS) + 1))]
     tile, block = int(rng.integers(300, 30_000)), int(rng.integers(1, 70))
     whole, slices = bool(rng.random() < 0.2), bool(rng.random() < 0.7)
-    return Sizes(tile, block, 0, whole, slices, int(rng.choice([48, 64, 1 << 62])))
+    return Sizes(tile, block, 0, whole, slices)
 
 
 def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:
