@@ -204,7 +204,7 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ("values of the largest block", plan["live_bytes"]),
         ("free memory that the allocator keeps", plan["slack_bytes"] + plan["cache_bytes"]),
         (
-            f"activations not recomputed: {counted(plan['kept_layers'], 'layer')}",
+            f"activations not recomputed: {counted(plan['kept_layers'], 'layer')}{_of_mlps(plan)}",
             plan["kept_bytes"],
         ),
         (
@@ -237,6 +237,11 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ]
         lines += ["", _table(blocks)]
     return "\n".join(lines)
+
+
+def _of_mlps(plan: dict[str, Any]) -> str:
+    """How many layers keep activations inside their MLPs too."""
+    return f", inside MLPs {plan['kept_products']}" if plan["kept_products"] else ""
 
 
 def _dequantizing(plan: dict[str, Any]) -> str:

@@ -32,6 +32,7 @@ from runtime.operations.embedding_kernel import LOOKED_UP, POSITIONS, TOKENS
 from runtime.operations.head_kernel import HeadKernel, HeadResult, Targets
 from runtime.operations.kernel import Tools
 from runtime.operations.logits_kernel import LogitsKernel, Shaping
+from runtime.operations.program import Program
 from runtime.operations.values import COUNT, POSITION, gradient_of
 from runtime.plan.lower import LoweredBlock, LoweredModel
 
@@ -214,12 +215,18 @@ class Model:
         results depends on the others. `xs` is emptied. `offsets` of an input that is not None
         divide it into packed rows.
         """
-        name = self._lowered[block].program.input
+        lanes = self._lanes(self._lowered[block].program, xs, offsets)
+        return self._forward(block, lanes, loras)
+
+    def _lanes(
+        self, program: Program, xs: list[mx.array], offsets: Sequence[Offsets | None] | None
+    ) -> list[Values]:
+        """The values with which a layer's forward begins; `xs` is emptied."""
         of_lanes = offsets or [None] * len(xs)
         pairs = zip(xs, of_lanes, strict=True)
-        lanes: list[Values] = [{name: x, **self._starts(of_lane)} for x, of_lane in pairs]
+        lanes: list[Values] = [{program.input: x, **self._starts(one)} for x, one in pairs]
         xs.clear()
-        return self._forward(block, lanes, loras)
+        return lanes
 
     def decode_lanes(
         self,
@@ -285,19 +292,27 @@ class Model:
         return outputs
 
     def forward_keeping(
-        self, block: Block, x: mx.array, loras: Loras, offsets: Offsets | None = None
-    ) -> tuple[mx.array, Values]:
-        """A layer's output (1, bucket, D), and the values that spare `backward` recomputation."""
+        self,
+        block: Block,
+        xs: list[mx.array],
+        loras: Sequence[Loras],
+        way: int,
+        offsets: Sequence[Offsets | None] | None = None,
+    ) -> tuple[list[mx.array], list[Values]]:
+        """The results of `forward_lanes`, and of each input what spares `backward` recomputation.
+
+        `way` is one of the layer's ways to keep values (`LoweredBlock.keeping`).
+        """
         lowered = self._lowered[block]
-        program = lowered.program
-        values: Values = {program.input: x, **self._starts(offsets)}
-        del x
-        self.executor.forward(block, program, lowered.keeping, self.bucket, [values], [loras])
-        y = values.pop(program.output)
-        for name in (program.input, STARTS):
-            values.pop(name, None)
-        self.arrays.finish(y, values)
-        return y, values
+        program, schedule = lowered.program, lowered.keeping[way].forward
+        lanes = self._lanes(program, xs, offsets)
+        self.executor.forward(block, program, schedule, self.bucket, lanes, loras)
+        ys = [values.pop(program.output) for values in lanes]
+        for values in lanes:
+            for name in (program.input, STARTS):
+                values.pop(name, None)
+        self.arrays.finish(ys, lanes)
+        return ys, lanes
 
     def backward(
         self,
@@ -305,14 +320,14 @@ class Model:
         x: mx.array,
         dy: mx.array,
         loras: Loras,
-        kept: Values | None = None,
+        kept: tuple[int, Values] | None = None,
         offsets: Offsets | None = None,
     ) -> tuple[mx.array | None, Gradients]:
         """A layer's vjp at x (1, bucket, D): dx, and (dA, dB) per adapted matrix.
 
         dx is None in the first layer with an adapter, since nothing before it is trained. `kept`
-        are the values from `forward_keeping`; they are consumed. `offsets` divide a sequence of
-        packed rows.
+        are the way and the values of `forward_keeping`, which are consumed. `offsets` divide a
+        sequence of packed rows.
         """
         lowered = self._lowered[block]
         program = lowered.program
@@ -321,9 +336,10 @@ class Model:
         del x, dy
         schedule = lowered.backward
         if kept is not None:
-            values.update(kept)
-            kept.clear()
-            schedule = lowered.backward_kept
+            way, given = kept
+            values.update(given)
+            given.clear()
+            schedule = lowered.keeping[way].backward
         gradients: Gradients = {}
         self.executor.reverse(block, program, schedule, self.bucket, values, loras, gradients)
         dx = values.get(gradient_of(program.input))

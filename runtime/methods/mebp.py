@@ -1,7 +1,8 @@
 """Memory-efficient backpropagation: Algorithm 1 of the MeBP paper.
 
-Forward block by block, keeping only each block's input; then the blocks in reverse, each
-recomputing the values of its backward: `Backprop.gradients` has the algorithm. All rows of a
+Forward block by block, keeping only each block's input, and what memory and files have room for;
+then the blocks in reverse, each recomputing the other values of its backward: `Backprop.gradients`
+has the algorithm. All rows of a
 micro-batch visit a block together, so a block's gradients are complete, applied and freed before
 the next block's backward begins. With clipping they go to a scratch file instead, and are applied
 once their norm is known.
@@ -40,9 +41,10 @@ from runtime.objectives.next_token import NextToken
 from runtime.objectives.objective import Loss, Scored, chunks, grouped, loss_of, score
 from runtime.parallel.workers import Workers
 from runtime.plan.demand import Demand
+from runtime.plan.lower import way_of
 from runtime.storage.activations import Activations
 
-Kept = dict[tuple[int, int], Values]  # by block and row
+Kept = dict[tuple[int, int], tuple[int, Values]]  # by block and row: how it was kept, and values
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,19 @@ class Backprop:
     """Exact gradients over a model.
 
     `activations` holds a slot per block for each row; `lanes` rows go through each block together
-    in the forward pass. The last `kept_layers` layers keep the values of their backward; the others
-    recompute it. `dropout` is that of the step.
+    in the forward pass. `kept` says how many of the last layers keep values for their backward in
+    at least so many ways (`LoweredBlock.keeping`); of the others `stored`, if it is there, holds a
+    few values, and they recompute the rest. `dropout` is that of the step.
     """
 
     model: Model
     adapters: Adapters
     activations: Activations
     lanes: int = 1
-    kept_layers: int = 0
+    kept: Sequence[int] = ()
     dropout: StepDropout | None = None
     loss: Loss = field(default_factory=NextToken)
+    stored: Activations | None = None
 
     def gradients(self, rows: Sequence[Sample], divisor: int, apply: ApplyGradients) -> StepLoss:
         """Compute the gradients of sum(loss) / `divisor` over `rows`, and hand them to `apply`.
@@ -148,23 +152,41 @@ class Backprop:
         """Store the layer's outputs, and put into `kept` the values for its backward."""
         index, block = layer.index, layer.block
         loras = self.adapters.loras(block)
-        keeps = index >= len(self.model.blocks) - 1 - self.kept_layers
-        lanes = 1 if keeps else self.lanes
+        way = way_of(len(self.model.blocks) - 1 - index, self.kept)
+        lanes = 1 if way else self.lanes
         for first in range(0, len(rows), lanes):
             group = range(first, min(first + lanes, len(rows)))
             xs = [self.activations.get(index, row) for row in group]
             given = [self._of_row(block, loras, row) for row in group]
             offsets = [rows[row].offsets for row in group]
-            if keeps:
-                y, kept[index, first] = self.model.forward_keeping(
-                    block, xs.pop(), given[0], offsets[0]
-                )
-                self.activations.put(index + 1, first, y)
-                del y
-                continue
-            ys = self.model.forward_lanes(block, xs, given, offsets)
+            if not way and self.stored is None:
+                ys = self.model.forward_lanes(block, xs, given, offsets)
+            else:
+                ys, values = self.model.forward_keeping(block, xs, given, way, offsets)
+                for row in group:
+                    self._keep(index, row, way, values.pop(0), kept)
             for row in group:
                 self.activations.put(index + 1, row, ys.pop(0))
+
+    def _keep(self, index: int, row: int, way: int, values: Values, kept: Kept) -> None:
+        """Keep a layer's values of a row in memory or, in the first way, in their file."""
+        if way or self.stored is None:
+            kept[index, row] = way, values
+            return
+        for slot, name in self._slots(index):
+            self.stored.put(slot, row, values.pop(name))
+
+    def _kept(self, index: int, row: int, kept: Kept) -> tuple[int, Values] | None:
+        """What a layer has kept of a row, in memory or in its file, and how."""
+        if self.stored is None or (index, row) in kept:
+            return kept.pop((index, row), None)
+        return 0, {name: self.stored.get(slot, row) for slot, name in self._slots(index)}
+
+    def _slots(self, index: int) -> list[tuple[int, str]]:
+        """The places in its file of a layer's few values, and their names."""
+        lowered = self.model.lowered
+        names = sorted(lowered.blocks[index].keeping[0].values)
+        return list(enumerate(names, start=(index - 1) * lowered.stored_values))
 
     def _head(self, rows: Sequence[Sample], divisor: int, gradients: Gradients) -> StepLoss:
         """The losses; the gradients of the head's inputs take the place of these inputs.
@@ -245,7 +267,7 @@ class Backprop:
                 self.activations.get(index, row),
                 self.activations.get(index + 1, row),
                 self._of_row(block, loras, row),
-                kept=kept.pop((index, row), None),
+                kept=self._kept(index, row, kept),
                 offsets=sample.offsets,
             )
             if dx is not None:
@@ -268,11 +290,12 @@ class MeBP:
     activations: Activations
     optimizer: Optimizer
     lanes: int = 1
-    kept_layers: int = 0
+    kept: Sequence[int] = ()
     clipping: Clipping | None = None
     seed: int = 0  # of the dropout
     loss: Loss = field(default_factory=NextToken)
     workers: Workers = field(default_factory=Workers)
+    stored: Activations | None = None
     keeps_log: ClassVar[bool] = False
     whole: ClassVar[bool] = False
 
@@ -303,9 +326,10 @@ class MeBP:
                 self.adapters,
                 self.activations,
                 self.lanes,
-                self.kept_layers,
+                self.kept,
                 replace(dropout, first_row=first_row),
                 self.loss,
+                self.stored,
             )
             loss += pass_.gradients(rows, divisor, finish if index == len(own) else held.store)
         shared.finish()
@@ -368,16 +392,18 @@ def start(config: TrainConfig, begin: Start) -> MeBP:
     groups = config.grad_accumulation * len(grouped(parts[0], loss.together))
     workers.check(groups, 1, loss.together)
     most_rows = config.batch_size  # of a worker that has become the fastest
-    most = config.max_grad_norm
+    most, stored = config.max_grad_norm, begin.plan.stored_values
+    shape = begin.activation_shape
     return MeBP(
         begin.models,
         begin.adapters,
-        Activations(begin.scratch, begin.block_count, most_rows, begin.activation_shape),
+        Activations(begin.scratch, begin.block_count, most_rows, shape),
         Optimizer(begin.adapters, config.optimizer, config.weight_decay, begin.scratch),
         begin.plan.lanes,
-        begin.plan.kept_layers,
+        begin.plan.kept,
         Clipping(begin.adapters, most, begin.scratch) if most else None,
         config.seed,
         loss,
         workers,
+        Activations(begin.scratch, stored, most_rows, shape) if stored else None,
     )

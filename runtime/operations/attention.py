@@ -80,6 +80,7 @@ class Attention(Function, frozen=True):
     sinks: str = ""
 
     takes_parameters: ClassVar[bool] = True
+    by_queries: ClassVar[bool] = True
 
     @property
     def inputs_read(self) -> tuple[str, ...]:

@@ -92,6 +92,10 @@ class Operation(
     """Whether what it keeps while it decodes tells what preceded any of the last tokens."""
     cheap: ClassVar[bool] = False
     """Whether recomputing its results where they are read costs next to nothing."""
+    worth_storing: ClassVar[bool] = False
+    """Whether results that its block's backward reads go to a file instead of being recomputed."""
+    by_queries: ClassVar[bool] = False
+    """Whether it takes a block of queries at a time."""
     any_dtype: ClassVar[bool] = False
     """Whether its kernel takes values of bfloat16; others are given copies in float32."""
 
@@ -149,6 +153,13 @@ class Operation(
     def products(self) -> tuple[str, ...]:
         """The results that are products with frozen matrices."""
         return ()
+
+    def taken(self, name: str, backward: bool, execution: Execution) -> tuple[int, int]:
+        """The rows and columns of a matrix that one of its products takes, by full name."""
+        matrix = execution.tables.matrices[name]
+        if execution.in_map and not matrix.is_float:
+            return matrix.rows, matrix.columns
+        return execution.tile_shape(name, backward=False)
 
     def products_with_each(self, backward: bool) -> float:
         """How many products with each of its matrices it computes, on average."""

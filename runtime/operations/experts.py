@@ -91,6 +91,9 @@ class Experts(Function, frozen=True):
         share = math.ceil(2 * tokens * chosen / self.count)
         return min(tokens, MOST_TOKENS, max(LEAST_TOKENS, share))
 
+    def taken(self, name: str, backward: bool, execution: Execution) -> tuple[int, int]:
+        return execution.tile_shape(name, backward)
+
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """One expert's tokens and results, a slice's values and tiles, biases, and who goes where.
 

@@ -33,6 +33,7 @@ class SlicedMlp(Function, frozen=True):
     down: Linear
 
     runs_once_per_tile: ClassVar[bool] = True
+    worth_storing: ClassVar[bool] = True
 
     @property
     def label(self) -> str:
@@ -59,6 +60,9 @@ class SlicedMlp(Function, frozen=True):
 
     def multiplied(self, tensor: Callable[[str], str]) -> tuple[str, ...]:
         return self.matrices(tensor)
+
+    def taken(self, name: str, backward: bool, execution: Execution) -> tuple[int, int]:
+        return execution.tile_shape(name, backward)
 
     def products_with_each(self, backward: bool) -> float:
         return 5 / 3 if backward else 1.0  # gate and up are recomputed, down is not

@@ -7,7 +7,7 @@ operation needs while it runs (`runtime.operations`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from runtime.operations.program import Instruction, Program
 from runtime.operations.values import F32, bytes_at, gradient_of
 from runtime.plan.adapter_bytes import AdapterBytes
 from runtime.plan.demand import Demand
-from runtime.plan.lower import LoweredBlock, LoweredModel
+from runtime.plan.lower import LoweredBlock, LoweredModel, way_of
 from runtime.storage.write_back import QUEUED
 
 BESIDE_FORWARD = 0.6  # hidden states; without tiles in it, the heap of MeZO was seen to have unused
@@ -79,8 +79,8 @@ class PeakModel:
         self.adapters = AdapterBytes(manifest, lowered, demand)
         self._forwards: dict[tuple[int, int], int] = {}
         self._backwards: dict[int, int] = {}
-        self._keeping: dict[int, int] = {}
-        self._kept: dict[int, int] = {}
+        self._keeping: dict[tuple[int, int], int] = {}
+        self._kept: dict[tuple[int, int], int] = {}
 
     # Trained weights, and weights in slices.
 
@@ -150,7 +150,11 @@ class PeakModel:
         (last,) = lowered.head.activations if lowered.head else (program.output,)
         alive = {gradient_of(last)}
         alive |= {program.input, *self._starts(lowered)} if program.input else set()
-        peak = self._peak(lowered, lowered.backward, alive)
+        schedule = lowered.backward
+        if lowered.keeping:
+            schedule = lowered.keeping[0].backward
+            alive |= lowered.keeping[0].values
+        peak = self._peak(lowered, schedule, alive)
         return peak + self._materialized_block(lowered) + self.adapters.at_end(lowered, 1)
 
     def forward(self, index: int, lanes: int) -> int:
@@ -165,7 +169,10 @@ class PeakModel:
         start = {program.input, *self._starts(lowered)} if program.input else set()
         if not program.input:
             lanes = 1  # embedded one at a time
-        peak = self._peak(lowered, lowered.forward, start, lanes)
+        schedule = lowered.forward
+        if self.demand.backward and lowered.keeping:
+            schedule = lowered.keeping[0].forward
+        peak = self._peak(lowered, schedule, start, lanes)
         peak += self._materialized_block(lowered)
         if lowered.head is not None:  # which counts what it dequantizes
             values, tensor = program.values, lowered.block.tensor
@@ -193,35 +200,35 @@ class PeakModel:
                 return lanes
         return at_least
 
-    def kept_bytes(self, index: int) -> int:
-        """Bytes of the forward values that a layer keeps for its backward, for all rows."""
-        index = self._alike(index)
-        if index not in self._kept:
-            lowered = self.lowered.blocks[index]
-            call = self._plain(lowered)
+    def kept_bytes(self, index: int, way: int) -> int:
+        """Bytes of the forward values that a layer so keeps for its backward, for all rows."""
+        key = self._alike(index), way
+        if key not in self._kept:
+            lowered = self.lowered.blocks[key[0]]
+            call, names = self._plain(lowered), lowered.keeping[way].values
             sizes = _statistic_bytes(lowered.program, call)
-            kept = (sizes[name] if name in sizes else call.bytes_of(name) for name in lowered.kept)
-            self._kept[index] = self.demand.rows * sum(kept)
-        return self._kept[index]
+            kept = (sizes[name] if name in sizes else call.bytes_of(name) for name in names)
+            self._kept[key] = self.demand.rows * sum(kept)
+        return self._kept[key]
 
-    def keeping_bytes(self, index: int) -> int:
-        """Peak bytes of a layer whose forward keeps values, and whose backward starts from them."""
-        index = self._alike(index)
-        if index in self._keeping:
-            return self._keeping[index]
-        lowered = self.lowered.blocks[index]
-        program = lowered.program
+    def keeping_bytes(self, index: int, way: int) -> int:
+        """Peak bytes of a layer whose forward so keeps values that its backward starts from."""
+        key = self._alike(index), way
+        if key in self._keeping:
+            return self._keeping[key]
+        lowered = self.lowered.blocks[key[0]]
+        program, keeping = lowered.program, lowered.keeping[way]
         given = {program.input, *self._starts(lowered)}
-        peak = self._peak(lowered, lowered.keeping, given)
-        if lowered.backward_kept:
-            alive = given | {gradient_of(program.output), *lowered.kept}
-            backward = self._peak(lowered, lowered.backward_kept, alive)
+        peak = self._peak(lowered, keeping.forward, given)
+        if keeping.backward:
+            alive = given | {gradient_of(program.output), *keeping.values}
+            backward = self._peak(lowered, keeping.backward, alive)
             peak = max(peak, backward)
-        self._keeping[index] = peak + self._materialized_block(lowered)
-        return self._keeping[index]
+        self._keeping[key] = peak + self._materialized_block(lowered)
+        return self._keeping[key]
 
-    def live_bytes_keeping(self, blocks: tuple[BlockPeak, ...], kept: int) -> int:
-        """The peak bytes if the last `kept` layers keep values instead of recomputing them.
+    def live_bytes_keeping(self, blocks: tuple[BlockPeak, ...], kept: Sequence[int]) -> int:
+        """The peak bytes if so many of the last layers keep values (see `way_of`).
 
         What a layer keeps of a row is part of its own peak. While the head or a later layer runs,
         what earlier layers keep is in memory too.
@@ -229,12 +236,13 @@ class PeakModel:
         head = len(blocks) - 1
         most = max(max(b.forward_bytes, b.backward_bytes) for b in blocks)
         waiting = 0
-        for index in range(head - kept, head):
-            own = self.kept_bytes(index)
+        for index in range(head - max(kept, default=0), head):
+            way = way_of(head - index, kept)
+            own = self.kept_bytes(index, way)
             row = own // self.demand.rows  # already part of the block's peak for the current row
             others = waiting + own - row
             peaks = (blocks[index].backward_bytes, blocks[index].forward_bytes)
-            busy = max(*peaks, self.keeping_bytes(index), row)
+            busy = max(*peaks, self.keeping_bytes(index, way), row)
             most = max(most, others + busy)
             waiting += own
         return max(most, waiting + max(blocks[head].forward_bytes, blocks[head].backward_bytes))

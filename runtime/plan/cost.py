@@ -2,16 +2,19 @@
 
 The constants were measured with the shapes of Qwen2.5 0.5B, LFM2 350M, Gemma 3 1B and Qwen3.5 0.8B
 on two cores of an Intel Sapphire Rapids. On other processors seconds differ, and which of two plans
-is faster hardly does. Work on values alone, as norms, is the same in all plans and not counted.
+is faster hardly does. Work on values alone, as norms, is counted only where it is repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Sequence
 
 from runtime.arrays.stored import Matrix
 from runtime.operations.execution import Execution
-from runtime.plan.lower import LoweredBlock, LoweredModel
+from runtime.operations.program import Instruction
+from runtime.operations.values import shape_at
+from runtime.plan.lower import Keeping, LoweredBlock, LoweredModel, way_of
 
 OPERATION_S = 1 / 275e9  # of a product
 EDGE = 20  # a product with n rows, columns or tokens takes as long as one with n + EDGE
@@ -21,56 +24,67 @@ IN_CACHE_S = 0.1e-9  # a value dequantized for a product that is computed at onc
 READ_S = 0.35e-9  # a byte
 TILE_S = 300e-6  # what waits between the products with two tiles
 QUERIES_S = 800e-6  # the same of a block of queries, forward or backward
+VALUE_S = 1e-9  # a value that is recomputed without a product, roughly
 
 
 def seconds(
-    model: LoweredModel, backward: bool, lanes: int, kept: int = 0, materialized: int = 0
+    model: LoweredModel,
+    backward: bool,
+    lanes: int,
+    kept: Sequence[int] = (),
+    materialized: int = 0,
 ) -> float:
-    """A row's forward, with `backward` also its backward, where the last `kept` layers keep values.
+    """A row's forward, with `backward` also its backward, where the last layers keep values.
 
-    The first `materialized` layers stay dequantized. Of `lanes` rows that run together each takes
-    its share of reading and dequantizing.
+    `kept` says how many (see `way_of`). The first `materialized` layers stay dequantized. Of
+    `lanes` rows that run together each takes its share of reading and dequantizing.
     """
     execution, layers = model.execution, model.layers
-    known: dict[tuple[int, bool, bool], float] = {}
+    known: dict[tuple[int, bool, int], float] = {}
     total = 0.0
     for index, layer in enumerate(layers):
-        stays, keeps = index < materialized, index >= len(layers) - kept
-        key = (layer.alike, stays, keeps)
+        stays, way = index < materialized, way_of(len(layers) - index, kept)
+        key = (layer.alike, stays, way)
         if key not in known:
-            passes = _passes(layer, execution, backward, keeps)
-            known[key] = _layer_seconds(passes, execution, 0 if stays else 1 / lanes)
+            keeping, loading = layer.keeping[way] if backward else None, 0 if stays else 1 / lanes
+            schedule = layer.forward if keeping is None else keeping.forward + keeping.backward
+            known[key] = _layer_seconds(layer, schedule, execution, loading)
+            if keeping is not None:
+                known[key] += _recomputed_values(layer, keeping, execution) * VALUE_S
         total += known[key]
-    if not execution.in_map:  # where attention is not compiled
-        blocks = -(-execution.bucket // execution.attention_block)
-        total += len(layers) * blocks * QUERIES_S * (2 if backward else 1)
     return total + _head_seconds(model, backward, lanes)
 
 
+def _recomputed_values(layer: LoweredBlock, keeping: Keeping, execution: Execution) -> int:
+    """The values that a layer's backward recomputes without products, as norms."""
+    return sum(
+        math.prod(shape_at(layer.program.values[name], execution.bucket))
+        for instruction in keeping.backward
+        if instruction.operation.cheap and not instruction.backward
+        for name in instruction.wanted
+    )
+
+
 def _layer_seconds(
-    passes: Iterator[tuple[Matrix, int, int, float]], execution: Execution, loading: float
+    layer: LoweredBlock, schedule: Iterable[Instruction], execution: Execution, loading: float
 ) -> float:
-    """The products with a layer's matrices, and a share `loading` of reading and dequantizing."""
+    """The products with a layer's matrices, and a share `loading` of reading and dequantizing.
+
+    Besides there are blocks of queries.
+    """
     total = 0.0
-    for matrix, height, width, products in passes:
-        tiles = matrix.rows * matrix.columns / (height * width)
-        total += _product_seconds(execution.bucket, height, width, products) * tiles
-        total += _loading_seconds(matrix, execution) * loading
-    return total
-
-
-def _passes(
-    layer: LoweredBlock, execution: Execution, backward: bool, keeps: bool
-) -> Iterator[tuple[Matrix, int, int, float]]:
-    """Each pass over a matrix: its tiles' rows and columns, and the products with each tile."""
-    forward = layer.keeping if keeps else layer.forward
-    further = (layer.backward_kept if keeps else layer.backward) if backward else ()
-    for instruction in (*forward, *further):
-        operation = instruction.operation
+    for instruction in schedule:
+        operation, backward = instruction.operation, instruction.backward
         for name in operation.multiplied(layer.block.tensor):
             matrix = execution.tables.matrices[name]
-            height, width = execution.tile_shape(name, instruction.backward)
-            yield matrix, height, width, operation.products_with_each(instruction.backward)
+            height, width = operation.taken(name, backward, execution)
+            tiles = matrix.rows * matrix.columns / (height * width)
+            products = operation.products_with_each(backward)
+            total += _product_seconds(execution.bucket, height, width, products) * tiles
+            total += _loading_seconds(matrix, execution) * loading
+        if operation.by_queries:
+            total += -(-execution.bucket // execution.attention_block) * QUERIES_S
+    return total
 
 
 def _head_seconds(model: LoweredModel, backward: bool, lanes: int) -> float:

@@ -19,7 +19,13 @@ from runtime.operations.experts import Experts
 from runtime.operations.program import Instruction, Program
 from runtime.operations.sliced_mlp import SlicedMlp
 from runtime.operations.values import DECODED_TOKENS, F32
-from runtime.plan.schedule import backward_schedule, forward_schedule, keeping_schedule, kept_values
+from runtime.plan.schedule import (
+    backward_schedule,
+    forward_schedule,
+    keeping_schedule,
+    kept_values,
+    stored_values,
+)
 from runtime.plan.slices import fold, width_of
 
 LEAST_CHUNK_ROWS = 64  # the fewest rows of the vocabulary in a chunk
@@ -33,8 +39,8 @@ class Sizes:
     `tile_values` bounds the values of a matrix that are dequantized at once, `attention_block` the
     queries whose attention scores exist at once. With `slices`, an MLP takes a slice of its width
     at a time, and backward, where most is in memory, matrices in it have at most `slice_values`
-    values (0: as `tile_values`); with `keeps_mlps`, layers that keep values take it whole, and keep
-    its values too. With `materialize_blocks`, dequantized weights stay until their block is done.
+    values (0: as `tile_values`).
+    With `materialize_blocks`, dequantized weights stay until their block is done.
     `chunk_rows` is how many rows of the vocabulary the head takes at once, 0 for as many as
     `tile_values` allows.
     `cache_bytes` limits MLX's own cache, where it has one. On a GPU a block's forward or backward,
@@ -47,7 +53,6 @@ class Sizes:
     cache_bytes: int = 0
     materialize_blocks: bool = False
     slices: bool = False
-    keeps_mlps: bool = True
     chunk_rows: int = 0
     evaluation: Evaluation = "part"
     in_place: bool = False
@@ -56,18 +61,28 @@ class Sizes:
     @property
     def ways(self) -> tuple[object, ...]:
         """The choices of which instructions run; all others are of how much they take at once."""
-        return self.slices, self.keeps_mlps, self.evaluation
+        return self.slices, self.evaluation
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """A forward that computes the output and keeps `values`, and a backward that uses them too."""
+
+    values: frozenset[str]
+    forward: tuple[Instruction, ...]
+    backward: tuple[Instruction, ...]
 
 
 @dataclass(frozen=True)
 class LoweredBlock:
     """One block as it runs.
 
-    `forward` computes the output. `keeping` computes the output and keeps the values `kept`.
-    `backward` computes the gradient of the input (except in the first layer with an adapter, where
-    nothing reads it) from the input and the gradient of the output; `backward_kept` also uses the
-    values `kept`. Layers before that one have no backward. Where `forward` and `backward` slice an
-    MLP, `keeping` and `backward_kept` may take it whole, so that its values are kept as well.
+    `forward` computes the output. `backward` computes the gradient of the input (except in the
+    first layer with an adapter, where nothing reads it) from the input and the gradient of the
+    output, and recomputes what else it reads. Layers before that one have no backward.
+    `keeping` has the ways to recompute less, each of which keeps all that the one before it keeps:
+    a few values that a file holds; all values; those inside an MLP too, which then is not sliced,
+    but for its activation; and that. Where no MLP is sliced, there are the first two.
     `head` is the operation that passes over the vocabulary, in the last block.
     A block that decodes has a forward only. `alike` is the index of the first block that runs the
     same instructions over matrices of the same sizes.
@@ -77,10 +92,8 @@ class LoweredBlock:
     program: Program
     adapted: frozenset[str]
     forward: tuple[Instruction, ...]
-    keeping: tuple[Instruction, ...]
     backward: tuple[Instruction, ...]
-    backward_kept: tuple[Instruction, ...]
-    kept: frozenset[str]
+    keeping: tuple[Keeping, ...]
     head: Operation | None
     alike: int = 0
 
@@ -113,6 +126,16 @@ class LoweredModel:
     def layers(self) -> tuple[LoweredBlock, ...]:
         """The blocks between the embedding and the head."""
         return self.blocks[1:-1]
+
+    @property
+    def most_kept(self) -> int:
+        """The last of the layers' ways to keep values; 0 is the first."""
+        return max((len(layer.keeping) for layer in self.layers), default=1) - 1
+
+    @property
+    def stored_values(self) -> int:
+        """How many values of a layer a file holds between its forward and its backward, at most."""
+        return max((len(layer.keeping[0].values) for layer in self.layers), default=0)
 
     @property
     def distinct(self) -> Iterator[LoweredBlock]:
@@ -219,6 +242,15 @@ def lower_blocks(manifest: Manifest, sizes: Sizes, context: int = 0) -> tuple[Lo
     return tuple(blocks)
 
 
+def way_of(position: int, kept: Sequence[int]) -> int:
+    """The way in which a layer keeps values; the last layer's position is 1.
+
+    `kept` says how many of the last layers keep so much: in way 1 or more, in way 2 or more, and so
+    on. None are more than the number before.
+    """
+    return sum(position <= count for count in kept)
+
+
 def rows_at_once(rows: int, columns: int, values: int) -> int:
     """How many rows of a matrix are dequantized at once: tiles of at most so many values.
 
@@ -294,28 +326,50 @@ def _lower_block(
     if context:
         return _decoding(block, whole.decoding(context), adapted)
     program = fold(whole) if sizes.slices else whole
-    keeping = whole if sizes.keeps_mlps else program
-
-    def evaluated(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-        return _with_evaluations(schedule) if sizes.evaluation == "operation" else schedule
-
+    backward = backward_schedule(program, adapted, input_wanted)
+    ways: list[Keeping] = []
+    if program.input and program.head is None:  # a layer
+        kept = kept_values(program, adapted, input_wanted)
+        ways = [
+            _keeping(sizes, program, adapted, input_wanted, values)
+            for values in (stored_values(program, kept), kept)
+        ]
+        for activated in (False, True) if sizes.slices else ():
+            kept = kept_values(whole, adapted, input_wanted, activated)
+            ways.append(_keeping(sizes, whole, adapted, input_wanted, kept, activated))
     return LoweredBlock(
         block,
         program,
         adapted,
-        evaluated(forward_schedule(program)),
-        evaluated(keeping_schedule(keeping, adapted, input_wanted)),
-        evaluated(backward_schedule(program, adapted, input_wanted)),
-        evaluated(backward_schedule(keeping, adapted, input_wanted, kept=True)),
-        kept_values(keeping, adapted, input_wanted),
+        _evaluated(sizes, forward_schedule(program)),
+        _evaluated(sizes, backward),
+        tuple(ways),
         program.head,
     )
+
+
+def _keeping(
+    sizes: Sizes,
+    program: Program,
+    adapted: frozenset[str],
+    input_wanted: bool,
+    kept: frozenset[str],
+    activated: bool = True,
+) -> Keeping:
+    backward = backward_schedule(program, adapted, input_wanted, kept, activated)
+    forward = keeping_schedule(program, kept)
+    return Keeping(kept, _evaluated(sizes, forward), _evaluated(sizes, backward))
+
+
+def _evaluated(sizes: Sizes, schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    return _with_evaluations(schedule) if sizes.evaluation == "operation" else schedule
 
 
 def _decoding(block: Block, program: Program, adapted: frozenset[str]) -> LoweredBlock:
     """A block that decodes, which takes all its tokens at once."""
     forward = forward_schedule(program)
-    return LoweredBlock(block, program, adapted, forward, (), (), (), frozenset(), program.head)
+    ways = (Keeping(frozenset(), forward, ()),)
+    return LoweredBlock(block, program, adapted, forward, (), ways, program.head)
 
 
 def _with_evaluations(schedule: tuple[Instruction, ...]) -> tuple[Instruction, ...]:

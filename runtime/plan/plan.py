@@ -1,15 +1,17 @@
 """The memory plan for a budget: tile sizes, kept activations, materialized weights, and the peak.
 
-Planning is pure arithmetic over lowered programs. A budget is spent on, in this order: the minimum,
-larger tiles of weights and slices of MLPs, kept activations, and weights that stay dequantized. On
-a CPU the sizes are those with which a step is predicted to be fastest.
+Planning is pure arithmetic over lowered programs. Beyond the minimum a budget is spent on larger
+tiles of weights and slices of MLPs, on kept activations, and then on weights that stay dequantized.
+On a CPU it is spent so that a step is predicted to be fastest.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise, product
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -102,11 +104,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     chunk_rows: Count
     evaluation: Evaluation = "part"
     materialize_blocks: bool = msgspec.field(name="hold")  # each block whole, while it runs
-    keeps_mlps: bool = True  # where layers keep activations, also those inside MLPs
     prefetch: bool
     lanes: Count  # hidden states that run through a block's forward together
     evaluation_lanes: Count
     kept_layers: Natural  # how many of the last layers keep activations
+    kept_products: Natural = 0  # how many of them keep the products inside their MLPs too,
+    kept_mlps: Natural = 0  # and how many also what is activated of these
+    stored_values: Natural = 0  # of layers that keep none, which a file holds
     kept_bytes: Natural  # of the peak, which the kept activations add
     materialized_layers: Natural  # how many of the first layers stay dequantized
     materialized_bytes: Natural
@@ -127,12 +131,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             self.cache_bytes,
             self.materialize_blocks,
             self.slice_columns > 0,
-            self.keeps_mlps,
             self.chunk_rows,
             self.evaluation,
             self.in_place,
             self.slice_values,
         )
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """How many of the last layers keep so much, see `way_of`."""
+        return self.kept_layers, self.kept_products, self.kept_mlps
 
     @property
     def active_bytes(self) -> int:
@@ -212,6 +220,7 @@ class Planner:
         self._blocks: tuple[tuple[object, ...], tuple[LoweredBlock, ...]] = ((), ())
         self._model: PeakModel | None = None
         self._peaks: dict[Wish, _Peak] = {}
+        self._known_steps: dict[Wish, list[tuple[int, ...]]] = {}
         self._known_seconds: dict[Wish, float] = {}
 
     def plan(self, task: Task, budget_bytes: int) -> Plan:
@@ -244,25 +253,39 @@ class Planner:
         smallest: int,
     ) -> Plan | None:
         """The fastest plan of these sizes that fits, or on a GPU the first; None if none does."""
-        choices = [(level, lanes) for level in levels for lanes in task.demand.lanes]
-        if self.machine.device == "cpu":
-            choices.sort(key=lambda choice: self._seconds(task, *choice))
-        for level, lanes in choices:
-            spare = int(MARGIN * budget_bytes) - self._peak(task, level, lanes).nbytes
-            if spare < 0:
-                continue
-            plan = self.predict(task, level, budget_bytes, smallest, lanes)
-            if level is levels[0] and task.request.layout == "budget":
-                plan = self._with_spare(task, level, plan, spare)
-            return plan
-        return None
+        best, least = None, math.inf
+        spends = task.request.layout == "budget"
+        for level in levels:
+            for lanes in task.demand.lanes:
+                spare = int(MARGIN * budget_bytes) - self._peak(task, level, lanes).nbytes
+                if spare < 0 or self._fewest_seconds(task, level, lanes, spends) >= least:
+                    continue
+                plan = self.predict(task, level, budget_bytes, smallest, lanes)
+                on_cpu = self.machine.device == "cpu"
+                if spends and (on_cpu or level is levels[0]):
+                    plan = self._with_spare(task, level, lanes, plan, spare)
+                if not on_cpu:
+                    return plan
+                now = self.seconds(task, plan, lanes)
+                if now < least:
+                    best, least = plan, now
+        return best
 
-    def _seconds(self, task: Task, sizes: Sizes, lanes: int) -> float:
-        """The seconds that a row is predicted to take at given sizes."""
+    def seconds(self, task: Task, plan: Plan, lanes: int) -> float:
+        """The seconds that a row is predicted to take, of `lanes` that visit blocks together."""
+        lowered = self.model(task, plan.sizes).lowered
+        kept = plan.kept, plan.materialized_layers
+        return seconds(lowered, task.demand.backward, lanes, *kept)
+
+    def _fewest_seconds(self, task: Task, sizes: Sizes, lanes: int, spends: bool) -> float:
+        """The seconds that a row is predicted to take at given sizes, if nothing is recomputed."""
         key = (task, sizes, lanes)
         if key not in self._known_seconds:
-            lowered = self.model(task, sizes).lowered
-            self._known_seconds[key] = seconds(lowered, task.demand.backward, lanes)
+            model, layers = self.model(task, sizes), len(self.manifest.layers)
+            backward, loads = task.demand.backward, self._loads_weights(model)
+            kept = [layers] * (model.lowered.most_kept if spends and backward else 0)
+            stay = layers if spends and loads else 0
+            self._known_seconds[key] = seconds(model.lowered, backward, lanes, kept, stay)
         return self._known_seconds[key]
 
     def _peak(self, task: Task, sizes: Sizes, lanes: int) -> _Peak:
@@ -324,6 +347,7 @@ class Planner:
             evaluation_lanes=evaluation_lanes,
             kept_layers=0,
             kept_bytes=0,
+            stored_values=_stored_values(task, model),
             materialized_layers=0,
             materialized_bytes=0,
             blocks=peak.blocks,
@@ -351,8 +375,7 @@ class Planner:
             tiles = (sizes.tile_values, sizes.attention_block, sizes.slice_values)
             return (*tiles, sizes.in_place, sizes.materialize_blocks, sizes.evaluation)
 
-        ways = (BLOCK, *self._all_levels(task))
-        known = [replace(level, keeps_mlps=plan.keeps_mlps) for level in ways]
+        known = (BLOCK, *self._all_levels(task))
         levels = [level for level in known if choices(level) == choices(plan.sizes)]
         made = plan
         for level in levels or known:
@@ -371,9 +394,11 @@ class Planner:
 
     def _with_choices_of(self, plan: Plan, task: Task, level: Sizes, made: Plan) -> Plan:
         """A new plan that keeps activations and dequantized weights of as many layers as `plan`."""
-        layers = len(self.manifest.layers)
-        kept = min(plan.kept_layers, layers) if task.demand.backward else 0
-        loads = self._loads_weights(self.model(task, level))
+        layers, model = len(self.manifest.layers), self.model(task, level)
+        ways = model.lowered.most_kept if task.demand.backward else 0
+        kept = [min(count, layers) for count in plan.kept[:ways]]
+        kept = [min(kept[: way + 1]) for way in range(len(kept))]
+        loads = self._loads_weights(model)
         materialized = min(plan.materialized_layers, layers) if loads else 0
         passed = task.request.context > 0 or self.machine.packed
         head = plan.materialized_head and passed and materialized == layers
@@ -445,7 +470,7 @@ class Planner:
         spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
         if spare < 0:
             return None
-        generous = self._with_spare(task, BLOCK, plan, spare)
+        generous = self._with_spare(task, BLOCK, task.demand.lanes[0], plan, spare)
         all_kept = generous.kept_layers == len(self.manifest.layers)
         return generous if all_kept or not task.demand.backward else None
 
@@ -496,15 +521,17 @@ class Planner:
             if level.slice_values in (0, NARROW[-1])
         )
 
-    def _with_spare(self, task: Task, sizes: Sizes, plan: Plan, spare: int) -> Plan:
+    def _with_spare(self, task: Task, sizes: Sizes, lanes: int, plan: Plan, spare: int) -> Plan:
         """Spend the rest of the budget on kept activations, then on dequantized weights."""
         layers = range(1, len(self.manifest.blocks) - 1)
-        sizes, kept, kept_bytes = self._keeping(task, sizes, plan, spare)
         model = self.model(task, sizes)
+        steps = self._steps(task, sizes, lanes)
+        fits = bisect_right(steps, spare, key=lambda kept: self._kept_bytes(model, plan, kept))
+        kept = steps[fits - 1]
         materialized = materialized_bytes = 0
-        spare -= kept_bytes
+        spare -= self._kept_bytes(model, plan, kept)
         head = False
-        if self._loads_weights(model) and not sizes.in_place:
+        if fits == len(steps) and self._loads_weights(model) and not sizes.in_place:
             for index in layers:
                 more = materialized_bytes + model.materialized_bytes(index)
                 if more > spare:
@@ -516,38 +543,50 @@ class Planner:
                 head = more <= spare
         return self._with(task, sizes, plan, kept, materialized, head)
 
-    def _keeping(self, task: Task, sizes: Sizes, plan: Plan, spare: int) -> tuple[Sizes, int, int]:
-        """The sizes at which as many layers as fit keep activations; how many, and their bytes.
+    def _steps(self, task: Task, sizes: Sizes, lanes: int) -> list[tuple[int, ...]]:
+        """How many of the last layers keep how much (see `way_of`), from none to all.
 
-        Those inside MLPs are kept only if all layers can keep theirs: they are the largest, and
-        computed again they stay in the processor's cache.
+        Each step is of one layer, and keeps all that the steps before it keep. Those come first
+        that save the most seconds for a byte.
         """
-        layers, kept, kept_bytes = len(self.manifest.layers), 0, 0
-        if not task.demand.backward:
-            return sizes, 0, 0
-        for way in (replace(sizes, keeps_mlps=True), replace(sizes, keeps_mlps=False)):
-            model = self.model(task, way)
-            kept = kept_bytes = 0
-            for count in range(1, layers + 1):
-                added = self._kept_bytes(model, plan, count)
-                if added > spare:
-                    break
-                kept, kept_bytes = count, added
-            if kept == layers or not sizes.slices:
-                return way, kept, kept_bytes
-        return way, kept, kept_bytes
+        key = (task, sizes, lanes)
+        if key not in self._known_steps:
+            model, layers = self.model(task, sizes), len(self.manifest.layers)
+            ways = model.lowered.most_kept if task.demand.backward else 0
+            kept = [0] * ways
+            steps = [tuple(kept)]
+            first = 0
+            for stop in _worth(self._savings(model, ways, lanes)):
+                for count, way in product(range(1, layers + 1), range(first, stop)):
+                    kept[way] = count
+                    steps.append(tuple(kept))
+                first = stop
+            self._known_steps[key] = steps
+        return self._known_steps[key]
 
-    def _kept_bytes(self, model: PeakModel, plan: Plan, layers: int) -> int:
+    def _savings(self, model: PeakModel, ways: int, lanes: int) -> list[tuple[float, int]]:
+        """The seconds that all layers save by each way to keep values, and the bytes of those."""
+        layers = range(1, len(self.manifest.layers) + 1)
+        taken, nbytes = [], []
+        for way in range(ways + 1):
+            taken.append(seconds(model.lowered, True, lanes, [len(layers)] * way))
+            nbytes.append(sum(model.kept_bytes(each, way) for each in layers) if way else 0)
+        pairs = zip(pairwise(taken), pairwise(nbytes), strict=True)
+        return [(before - after, more - less) for (before, after), (less, more) in pairs]
+
+    def _kept_bytes(self, model: PeakModel, plan: Plan, kept: Sequence[int]) -> int:
         """Bytes that so many layers add to the peak of a plan by keeping activations."""
-        more = model.live_bytes_keeping(plan.blocks, layers) - plan.live_bytes
-        return with_kept(self.machine, model, more) if layers else 0
+        if not any(kept):
+            return 0
+        more = model.live_bytes_keeping(plan.blocks, kept) - plan.live_bytes
+        return with_kept(self.machine, model, more)
 
     def _with(
         self,
         task: Task,
         sizes: Sizes,
         plan: Plan,
-        kept: int,
+        kept: Sequence[int],
         materialized: int,
         head: bool,
     ) -> Plan:
@@ -557,11 +596,13 @@ class Planner:
         last = len(self.manifest.blocks) - 1
         stay = [*range(1, materialized + 1), *([last] if head else [])]
         materialized_bytes = sum(map(model.materialized_bytes, stay))
+        counts = [*kept, 0, 0, 0]
         return msgspec.structs.replace(
             plan,
             predicted_peak_bytes=plan.predicted_peak_bytes + kept_bytes + materialized_bytes,
-            keeps_mlps=sizes.keeps_mlps,
-            kept_layers=kept,
+            kept_layers=counts[0],
+            kept_products=counts[1],
+            kept_mlps=counts[2],
             kept_bytes=kept_bytes,
             materialized_layers=materialized,
             materialized_bytes=materialized_bytes,
@@ -624,12 +665,34 @@ def _free_lanes(task: Task, model: PeakModel, lanes: int, held: Held) -> tuple[i
     return lanes, evaluation_lanes
 
 
+def _stored_values(task: Task, model: PeakModel) -> int:
+    """How many values of layers a file holds between their forward and their backward."""
+    each = model.lowered.stored_values if task.demand.backward else 0
+    return each * len(model.lowered.layers)
+
+
+def _worth(savings: Sequence[tuple[float, int]]) -> list[int]:
+    """The ways to keep values, from 1, up to which layers keep them one after another.
+
+    Of the seconds and bytes of each way those are left out, and taken together with the next, that
+    save less for a byte than the next does; and the last ones, if they save nothing.
+    """
+    groups: list[tuple[int, float, int]] = []
+    for way, (saved, nbytes) in enumerate(savings, start=1):
+        while groups and saved * groups[-1][2] > groups[-1][1] * nbytes:
+            _, others, more = groups.pop()
+            saved, nbytes = saved + others, nbytes + more
+        groups.append((way, saved, nbytes))
+    return [way for way, saved, _ in groups if saved > 0]
+
+
 def _scratch_bytes(manifest: Manifest, task: Task, model: PeakModel) -> int:
     """Bytes of a run's scratch files: activations, adapters, optimizer state, gradients.
 
     Where all weights are trained, the slots that hold them count as well.
     """
     slots = len(manifest.blocks) if task.demand.slots is None else task.demand.slots
+    slots += _stored_values(task, model)
     row_bytes = task.request.bucket * manifest.widest * F32
     trained = model.adapters.all if task.demand.trains else 0
     copies = 1 + task.demand.moments + task.demand.stores_gradients

@@ -2,9 +2,9 @@
 
 The forward schedule is the program itself. The backward schedule of a block first recomputes the
 values that its backward reads (and no others), then runs the operations' backwards in reverse; an
-operation whose inputs need no gradient is left out. If there is memory for it, the forward keeps
-those values instead. Results of cheap operations, such as norms, are recomputed just before they
-are read, if their inputs are in memory then. Gradients are named `~value`.
+operation whose inputs need no gradient is left out. The forward may keep some or all of those
+values instead. Results of cheap operations, such as norms, are recomputed just before they are
+read, if their inputs are in memory then. Gradients are named `~value`.
 """
 
 from __future__ import annotations
@@ -52,31 +52,52 @@ def needs_gradient(program: Program, adapted: frozenset[str], input_wanted: bool
     return frozenset(needy)
 
 
-def kept_values(program: Program, adapted: frozenset[str], input_wanted: bool) -> frozenset[str]:
-    """The forward's values that the backward reads and does not recompute, except the input."""
-    return _waiting(program, _reverse(program, adapted, input_wanted)) - {program.input}
+def kept_values(
+    program: Program, adapted: frozenset[str], input_wanted: bool, activated: bool = True
+) -> frozenset[str]:
+    """The forward's values that the backward reads and does not recompute late, except the input.
+
+    Without `activated`, activations of products are recomputed late too.
+    """
+    reverse = _reverse(program, adapted, input_wanted)
+    return _waiting(program, reverse, activated) - {program.input}
 
 
-def keeping_schedule(
-    program: Program, adapted: frozenset[str], input_wanted: bool
-) -> tuple[Instruction, ...]:
-    """The forward that frees neither the output nor `kept_values`."""
+def stored_values(program: Program, kept: frozenset[str]) -> frozenset[str]:
+    """Those of `kept_values` that take long to recompute, and are no larger than hidden states."""
+    worth = (operation for operation in program.operations if operation.worth_storing)
+    made = {name for operation in worth for name in operation.results}
+    *tokens, most = program.values[program.output]
+    shapes = {name: program.values[name] for name in kept & made}
+    return frozenset(
+        name
+        for name, (*others, width) in shapes.items()
+        if others == tokens and int(width) <= int(most)
+    )
+
+
+def keeping_schedule(program: Program, kept: frozenset[str]) -> tuple[Instruction, ...]:
+    """The forward that frees neither the output nor the values `kept` for a backward."""
     uses = [_forward(operation) for operation in program.operations if operation.in_schedule]
-    survivors = {program.output, *kept_values(program, adapted, input_wanted)}
-    return _with_frees(uses, survivors, statistics=True)
+    statistics = any(kept.intersection(operation.statistics) for operation in program.operations)
+    return _with_frees(uses, {program.output, *kept}, statistics)
 
 
 def backward_schedule(
-    program: Program, adapted: frozenset[str], input_wanted: bool, kept: bool = False
+    program: Program,
+    adapted: frozenset[str],
+    input_wanted: bool,
+    kept: frozenset[str] = frozenset(),
+    activated: bool = True,
 ) -> tuple[Instruction, ...]:
     """The instructions that recompute values, and then run the backwards in reverse order.
 
-    They start from `~output`, and end with `~input` if `input_wanted`. With `kept`, they also start
-    from the values that `keeping_schedule` leaves, and recompute nothing but cheap operations.
+    They start from `~output`, and end with `~input` if `input_wanted`. They also start from the
+    values `kept`, those of `kept_values` or some of them, and recompute the others.
     """
     reverse = _reverse(program, adapted, input_wanted)
-    again = _recomputed_late(program, reverse)
-    uses = [] if kept else _recompute(program, _waiting(program, reverse))
+    again = _recomputed_late(program, reverse, activated)
+    uses = _recompute(program, _waiting(program, reverse, activated), kept)
     for position, step in enumerate(reverse):
         uses += [_forward(made) for made, before in again if before == position]
         cotangents = {gradient_of(name) for name in step.operation.results}
@@ -103,9 +124,9 @@ def _reverse(program: Program, adapted: frozenset[str], input_wanted: bool) -> l
     return reverse
 
 
-def _recompute(program: Program, needed: frozenset[str]) -> list[_Use]:
-    """The operations that lead from the block's input to the values needed."""
-    wanted = set(needed)
+def _recompute(program: Program, needed: frozenset[str], kept: frozenset[str]) -> list[_Use]:
+    """The operations that lead from the block's input, and values kept, to the values needed."""
+    wanted = set(needed - kept)
     uses: list[_Use] = []
     for operation in reversed(program.operations):
         made = tuple(name for name in operation.results if name in wanted)
@@ -113,24 +134,30 @@ def _recompute(program: Program, needed: frozenset[str]) -> list[_Use]:
             made = operation.results
         if made:
             uses.append(_Use(False, operation, made, operation.activations))
-            wanted |= set(operation.activations)
+            wanted |= set(operation.activations) - kept
     return uses[::-1]
 
 
-def _waiting(program: Program, reverse: Sequence[_Reverse]) -> frozenset[str]:
+def _waiting(
+    program: Program, reverse: Sequence[_Reverse], activated: bool = True
+) -> frozenset[str]:
     """The values that must exist before the backwards run."""
     read = frozenset[str]().union(*(step.read for step in reverse))
-    late = (operation.results for operation, _ in _recomputed_late(program, reverse))
+    late = (operation.results for operation, _ in _recomputed_late(program, reverse, activated))
     return frozenset(read.difference(*late))
 
 
-def _recomputed_late(program: Program, reverse: Sequence[_Reverse]) -> list[tuple[Operation, int]]:
+def _recomputed_late(
+    program: Program, reverse: Sequence[_Reverse], activated: bool
+) -> list[tuple[Operation, int]]:
     """The cheap operations to run again, each with the backward before which it runs.
 
-    Their inputs are read there or later, so they are in memory anyway. Operations on nothing but
-    matrix products, such as activations, are excluded, because recomputing those takes time.
+    Their inputs are read there or later, so they are in memory anyway. If products are to stay
+    `activated`, operations on nothing but matrix products, such as activations, are excluded,
+    because recomputing those takes time.
     """
     products = {name for operation in program.operations for name in operation.products}
+    products = products if activated else set()
     late: list[tuple[Operation, int]] = []
     recomputed: set[str] = set()
     for operation in program.operations:

@@ -113,14 +113,20 @@ def mebp(
     adapters: Adapters,
     rows: Sequence[Sample],
     folder: Path,
-    kept: int = 0,
+    kept: int | Sequence[int] = 0,
     dropout: StepDropout | None = None,
     loss: Loss | None = None,
+    stores: bool = True,
 ) -> tuple[StepLoss, dict[str, mx.array]]:
-    """One step's loss and its gradients by full name; of `loss`, or of the cross entropy."""
+    """One step's loss and its gradients by full name; of `loss`, or of the cross entropy.
+
+    `kept` are so many of the last layers, which keep all, or how many keep how much.
+    """
     manifest = model.bundle.manifest
     shape = (1, model.bucket, manifest.widest)
     scratch = Activations(folder, len(manifest.blocks), len(rows), shape)
+    kept = [kept] * model.lowered.most_kept if isinstance(kept, int) else kept
+    stored = storage_of(model, folder, len(rows)) if stores else None
     found: dict[str, mx.array] = {}
 
     def update(block: Any, gradients: Any) -> None:
@@ -130,10 +136,18 @@ def mebp(
             found.update(zip(names, pair, strict=True))
 
     loss = loss or NextToken()
-    backprop = Backprop(model, adapters, scratch, 1, kept, dropout, loss)
+    backprop = Backprop(model, adapters, scratch, 1, kept, dropout, loss, stored)
     result = backprop.gradients(rows, loss.count(rows), update)
     assert result.scored_tokens == sum(len(row.targets) for row in rows)
     return result, found
+
+
+def storage_of(model: Model, folder: Path, rows: int) -> Activations | None:
+    """The file for the few values of layers that keep no others, where there are any."""
+    lowered, manifest = model.lowered, model.bundle.manifest
+    slots = lowered.stored_values * len(lowered.layers)
+    shape = (1, model.bucket, manifest.widest)
+    return Activations(folder, slots, rows, shape) if slots else None
 
 
 @dataclass

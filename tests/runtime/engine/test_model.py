@@ -371,6 +371,35 @@ def test_keeping_is_recomputing_bit_for_bit(
         assert {offset for offset, *_ in model.materialized} == {m.packed.offset for m in chosen}
 
 
+@each_family
+def test_every_way_to_keep_is_recomputing(
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str
+) -> None:
+    """Bit for bit, but for whole MLPs beside MLPs in slices, which round otherwise."""
+    bundle = tiny(family)
+    adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
+    model, layers = model_of(bundle, 32, slices=True), len(bundle.manifest.layers)
+    assert model.lowered.stored_values == (1 if family == "gemma3" else 0)
+
+    def found(kept: Sequence[int], stores: bool = True) -> tuple[float, dict[str, mx.array]]:
+        loss, gradients = mebp(model, adapters, rows, tmp_path, kept, stores=stores)
+        return loss.loss_sum, gradients
+
+    plain, whole = found([], stores=False), found([layers, layers])
+    for kept, expected in (
+        ([], plain),
+        ([1], plain),
+        ([layers], plain),
+        ([layers, layers, 1], whole),
+        ([layers] * 3, whole),
+    ):
+        loss, gradients = found(kept)
+        assert loss == expected[0]
+        assert all(mx.array_equal(gradients[name], value) for name, value in expected[1].items())
+    agree(whole[1], plain[1])
+    agree(found([layers, 1])[1], plain[1])
+
+
 def test_backward_of_a_whole_layer_is_its_vjp(tiny: Tiny, rng: Rng) -> None:
     """dx too, which no adapter of the first layer sees."""
     bundle = tiny("gemma3")

@@ -40,7 +40,8 @@ def sizes(rng: Rng) -> Sizes:
     if rng.random() < 0.3:
         return (*LEVELS, PAPER)[int(rng.integers(len(LEVELS) + 1))]
     tile, block = int(rng.integers(300, 30_000)), int(rng.integers(1, 70))
-    return Sizes(tile, block, 0, bool(rng.random() < 0.2), int(rng.choice([48, 64, 1 << 62])))
+    whole, slices = bool(rng.random() < 0.2), bool(rng.random() < 0.7)
+    return Sizes(tile, block, 0, whole, slices)
 
 
 def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:
@@ -57,11 +58,16 @@ def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:
     )
     most = 2 if method == "mezo" else 1
     drawn = predicted(bundle.manifest, task, sizes(rng), PLENTY, most, machine)
+    ways = 3 if drawn.slice_columns else 1
+    kept = sorted((int(rng.integers(layers + 1)) for _ in range(ways)), reverse=True)
+    kept = [*kept, 0, 0] if method == "mebp" else [0, 0, 0]
     return msgspec.structs.replace(
         drawn,
         chunk_rows=int(rng.integers(1, bundle.manifest.vocab_size + 9)),
         lanes=int(rng.integers(2, MOST_LANES + 1) if method == "mezo" else rng.integers(1, 4)),
-        kept_layers=int(rng.integers(layers + 1)) if method == "mebp" else 0,
+        kept_layers=kept[0],
+        kept_products=kept[1],
+        kept_mlps=kept[2],
         materialized_layers=int(rng.integers(layers + 1)),
         materialized_head=machine.packed and bool(rng.random() < 0.5),
     )
@@ -105,8 +111,11 @@ def test_gradients_are_autograds_under_every_plan(
         scratch = Activations(tmp_path, len(manifest.blocks), count, shape)
         kept = Kept()
         session = open_session(bundle, chosen)
+        stores = bool(chosen.stored_values and rng.random() < 0.8)
+        stored = Activations(tmp_path, chosen.stored_values, count, shape) if stores else None
         method = MeBP(
-            session.model, adapters, scratch, kept, chosen.lanes, chosen.kept_layers, seed=seed  # type: ignore[arg-type]
+            session.model, adapters, scratch, kept, chosen.lanes, chosen.kept,  # type: ignore[arg-type]
+            seed=seed, stored=stored,
         )  # fmt: skip
         for _ in range(2):  # what stays from one step to the next must not matter
             kept.found.clear()

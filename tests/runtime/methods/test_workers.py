@@ -263,7 +263,7 @@ def backpropagated(
         adapters,
         Activations(folder, len(model.blocks), max(map(len, parts)), shape),
         kept,  # type: ignore[arg-type]
-        kept_layers=case.get("kept", 0),
+        kept=[case.get("kept", 0)],
         clipping=Clipping(adapters, most, folder) if most else None,
         seed=seed,
         loss=case.get("loss", NextToken()),

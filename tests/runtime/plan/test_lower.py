@@ -167,10 +167,11 @@ def test_the_engine_runs_what_the_planner_adds_up(
                 peak.forward(index, lanes)
                 peak.block(index, lanes)  # which knows the forward, and adds up the backward
                 loras = [adapters.loras(block)] * lanes
-                model.forward_lanes(block, [x() for _ in range(lanes)], loras)
-                model.backward(block, x(), x(), loras[0])
-                expected = walk(one, program, one.forward, {program.input}, bucket)
-                expected += walk(one, program, one.backward, given, bucket)
+                _, kept = model.forward_keeping(block, [x() for _ in range(lanes)], loras, 0)
+                model.backward(block, x(), x(), loras[0], (0, kept[0]))
+                first = one.keeping[0]
+                expected = walk(one, program, first.forward, {program.input}, bucket)
+                expected += walk(one, program, first.backward, given | first.values, bucket)
             else:
                 peak.forward(index, 1)
                 peak.block(index, 1)
@@ -198,21 +199,27 @@ def test_what_a_forward_keeps_is_what_the_planner_adds_up(
     for index, one in enumerate(lowered.layers, start=1):
         x, dy = (mx.array(rng.standard_normal(shape).astype(np.float32)) for _ in range(2))
         loras = adapters.loras(one.block)
-        y, kept = model.forward_keeping(one.block, x, loras)
-        assert set(kept) == one.kept
-        assert sum(value.nbytes for value in kept.values()) == peak.kept_bytes(index)
-        assert mx.allclose(y, model.forward(one.block, x, loras), rtol=1e-4, atol=1e-4)
-        executor.clear()
-        dx, gradients = model.backward(one.block, x, dy, loras, kept)
-        assert not kept
-        ran = [e.instruction for e in executor.events if e.tokens == bucket]
-        outer = [i for i in ran if any(i is other for other in one.backward_kept)]
-        assert outer == list(one.backward_kept)
         dx_again, again = model.backward(one.block, x, dy, loras)
-        assert (dx is None) == (dx_again is None) == (index == 1)
-        assert dx is None or (dx_again is not None and mx.allclose(dx, dx_again, 1e-4, 1e-4))
-        for name, pair in gradients.items():
-            assert all(relative_error(a, b) < 1e-5 for a, b in zip(pair, again[name], strict=True))
+        assert len(one.keeping) == (4 if lowered.slice_columns else 2)
+        before = frozenset[str]()
+        for way, keeping in enumerate(one.keeping):
+            assert before <= keeping.values
+            before = keeping.values
+            (y,), (kept,) = model.forward_keeping(one.block, [x], [loras], way)
+            assert set(kept) == keeping.values
+            assert sum(value.nbytes for value in kept.values()) == peak.kept_bytes(index, way)
+            assert mx.allclose(y, model.forward(one.block, x, loras), rtol=1e-4, atol=1e-4)
+            executor.clear()
+            dx, gradients = model.backward(one.block, x, dy, loras, (way, kept))
+            assert not kept
+            ran = [e.instruction for e in executor.events if e.tokens == bucket]
+            outer = [i for i in ran if any(i is other for other in keeping.backward)]
+            assert outer == list(keeping.backward)
+            assert (dx is None) == (dx_again is None) == (index == 1)
+            assert dx is None or (dx_again is not None and mx.allclose(dx, dx_again, 1e-4, 1e-4))
+            for name, pair in gradients.items():
+                pairs_of = zip(pair, again[name], strict=True)
+                assert all(relative_error(a, b) < 1e-5 for a, b in pairs_of)
 
 
 def test_tiles_are_those_that_the_lowering_says(tiny: Tiny, rng: Rng) -> None:

@@ -18,6 +18,7 @@ from runtime.core.errors import BudgetError, UsageError
 from runtime.machine import footprint
 from runtime.machine.machine import Blas, Heap, Machine, read_machine
 from runtime.operations.linear import SPLIT_BYTES, SPLIT_COLUMNS, split_bytes
+from runtime.operations.values import F32
 from runtime.plan.allocator import ARRAYS
 from runtime.plan.lower import MOST_CHUNKS
 from runtime.plan.plan import Plan, Planner, Task
@@ -135,7 +136,11 @@ def test_each_fact_of_a_machine_changes_its_own_part_of_a_plan(tiny: Tiny, task:
     assert packed.arithmetic == "packed"
 
     on_gpu = planned(changed(device="gpu"))  # runs graphs where a CPU has kernels
-    assert not differing(here, on_gpu) & {*adapters, "arithmetic", "tile_values"}
+    same = {*adapters, "arithmetic", "tile_values"} - {"scratch_disk_bytes"}
+    assert not differing(here, on_gpu) & same
+    hidden = here.rows * here.bucket * manifest.hidden_size * F32
+    stored = here.stored_values * hidden  # of MLPs in slices
+    assert on_gpu.scratch_disk_bytes == here.scratch_disk_bytes - stored
     assert here.blocks != on_gpu.blocks
 
 

@@ -25,9 +25,16 @@ from runtime.core.units import parse_bytes
 from runtime.machine.backend import PANEL_BYTES, ROW_BYTES, cores, prepare
 from runtime.machine.machine import Machine
 from runtime.operations.values import F32
-from runtime.plan.cost import seconds
 from runtime.plan.lower import Sizes, lower
-from runtime.plan.plan import READING_BYTES, Planner, Task, choose_bucket, deciding_differences
+from runtime.plan.plan import (
+    MARGIN,
+    READING_BYTES,
+    Planner,
+    Task,
+    _worth,
+    choose_bucket,
+    deciding_differences,
+)
 from runtime.plan.sizes import LEVELS
 from runtime.run.session import open_session
 
@@ -217,7 +224,7 @@ def test_layers_keep_the_values_of_whole_mlps(tiny: Tiny) -> None:
     assert rich.slice_columns and rich.kept_layers == layers
     least = plan_of(manifest, task, rich.minimum_bytes)
     assert least.slice_columns and least.kept_layers < layers
-    assert rich.keeps_mlps
+    assert rich.kept == (layers, layers, layers)
     for method in ("mezo", EVAL):
         assert plan_of(manifest, task_of(1024, method), 10**10).slice_columns
 
@@ -301,19 +308,59 @@ def test_a_plan_follows_from_its_own_choices(tiny: Tiny, machine: Machine, metho
         assert not deciding_differences(plan, Planner(manifest, other).again(plan, task))
 
 
-@pytest.mark.parametrize("method", ["mebp", "mezo"])
-def test_more_budget_never_buys_a_slower_plan(tiny: Tiny, method: str) -> None:
-    manifest, task = tiny("qwen2").manifest, task_of(64, method)
-    planner = Planner(manifest, LINUX)
+@pytest.mark.parametrize(
+    ("family", "method", "compiled"),
+    [("qwen2", "mebp", False), ("qwen2", "mebp", True), ("gemma3", "mebp", True),
+     ("qwen2", "mezo", False)],
+)  # fmt: skip
+def test_more_budget_never_buys_a_slower_plan(
+    tiny: Tiny, family: str, method: str, compiled: bool
+) -> None:
+    manifest, task = tiny(family, seq_lens=(256,)).manifest, task_of(256, method)
+    planner = Planner(manifest, msgspec.structs.replace(LINUX, llvm=compiled))
     least = planner.plan(task, PLENTY).minimum_bytes
     before = math.inf
     known = set()
     for budget in np.geomspace(least, 2 * least, 40):
         plan = planner.plan(task, int(budget) + 1)
-        known.add((plan.tile_values, plan.kept_layers, plan.materialized_layers))
-        lowered = planner.model(task, plan.sizes).lowered
-        kept = (plan.kept_layers, plan.materialized_layers)
-        now = seconds(lowered, task.demand.backward, plan.lanes, *kept)
+        known.add((plan.tile_values, *plan.kept, plan.materialized_layers))
+        now = planner.seconds(task, plan, plan.lanes)
         assert now <= before
         before = now
     assert len(known) >= 3  # so that there was something to compare
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_a_budget_is_spent_to_the_last_layer_that_fits(tiny: Tiny, family: str) -> None:
+    """Layers keep values one after another; what layers keep of their MLPs depends on bytes."""
+    manifest, task = tiny(family, seq_lens=(256,)).manifest, task_of(256)
+    planner = Planner(manifest, msgspec.structs.replace(LINUX, llvm=True))
+    most = planner.plan(task, PLENTY)
+    known = set()
+    for budget in np.linspace(most.minimum_bytes, 1.1 * most.predicted_peak_bytes, 60):
+        plan = planner.plan(task, int(budget) + 1)
+        known.add(plan.kept)
+        steps = planner._steps(task, plan.sizes, plan.lanes)
+        assert plan.kept in steps
+        for kept in steps[steps.index(plan.kept) + 1 :]:
+            more = planner._with(task, plan.sizes, plan, kept, 0, False).kept_bytes
+            assert plan.predicted_peak_bytes - plan.kept_bytes + more > MARGIN * budget - 1
+    assert plan.kept == (len(manifest.layers),) * 3
+    assert len(known) > len(manifest.layers)
+
+
+@pytest.mark.parametrize(
+    ("savings", "stops"),
+    [
+        ([(4.0, 2), (3.0, 3), (1.0, 4)], [1, 2, 3]),
+        ([(1.0, 2), (9.0, 3), (1.0, 4)], [2, 3]),  # the second is worth more than the first
+        ([(1.0, 2), (2.0, 2), (4.0, 2)], [3]),
+        ([(4.0, 2), (-1.0, 3)], [1]),  # the second would cost time
+        ([(0.0, 0)], []),
+        ([(1.0, 0), (1.0, 1)], [1, 2]),
+    ],
+)
+def test_ways_to_keep_values_are_taken_by_what_they_save_for_a_byte(
+    savings: list[tuple[float, int]], stops: list[int]
+) -> None:
+    assert _worth(savings) == stops

@@ -13,7 +13,15 @@ from runtime.operations.elementwise import Elementwise
 from runtime.operations.gated import Gated
 from runtime.operations.linear import Linear
 from runtime.operations.program import Instruction, Program
-from runtime.plan.schedule import backward_schedule, forward_schedule, keeping_schedule, kept_values
+from runtime.operations.sliced_mlp import SlicedMlp
+from runtime.plan.schedule import (
+    backward_schedule,
+    forward_schedule,
+    keeping_schedule,
+    kept_values,
+    stored_values,
+)
+from runtime.plan.slices import fold
 
 DEVICES = ("cpu", "gpu")
 
@@ -137,7 +145,7 @@ def test_norms_are_recomputed_where_they_are_read(tiny: Tiny, family: str) -> No
         kept = kept_values(program, everything, True)
         assert not kept & set(late)
         assert {"self_attn.o_proj.out", "mlp.down_proj.in"} <= kept
-        assert instructions[first:] == backward_schedule(program, everything, True, kept=True)
+        assert instructions[first:] == backward_schedule(program, everything, True, kept)
         lowest = backward_schedule(program, everything, False)  # where nothing else reads x again
         assert sum("self_attn.q_proj.in" in one.wanted for one in lowest) == 1
 
@@ -192,21 +200,60 @@ def test_keeping_leaves_what_the_reverse_reads(
         names = linears_of(program)
         for adapted in (frozenset(names), frozenset(n for n in names if rng.random() < 0.4)):
             for input_wanted in (True, False):
-                alive = {program.input}
-                for one in keeping_schedule(program, adapted, input_wanted):
-                    assert set(one.operation.activations) <= alive
-                    made = {*one.wanted, *one.statistics}
-                    alive = (alive | made) - set(one.frees)
-                kept = kept_values(program, adapted, input_wanted)
-                assert alive - {program.input} == {program.output, *kept}
-                reverse = backward_schedule(program, adapted, input_wanted, kept=True)
-                alive = {program.input, f"~{program.output}", *kept}
-                read = set[str]()
-                for one in reverse:
-                    needed = one.operation.activations
-                    if one.backward:
-                        needed = tuple(n for n in read_backward(one, adapted) if n[0] != "~")
-                    assert set(needed) <= alive
-                    read |= set(needed)
-                    alive = (alive | {*one.wanted} if not one.backward else alive) - set(one.frees)
-                assert kept <= read
+                for activated in (True, False):
+                    kept = kept_values(program, adapted, input_wanted, activated)
+                    check_keeping(program, adapted, input_wanted, kept, activated)
+                some = frozenset(name for name in sorted(kept) if rng.random() < 0.5)
+                check_keeping(program, adapted, input_wanted, some, activated)
+
+
+def check_keeping(
+    program: Program,
+    adapted: frozenset[str],
+    input_wanted: bool,
+    kept: frozenset[str],
+    activated: bool,
+) -> None:
+    """The forward leaves what is kept, and with it the backward has all that it reads."""
+    alive = {program.input}
+    for one in keeping_schedule(program, kept):
+        assert set(one.operation.activations) <= alive
+        made = {*one.wanted, *one.statistics}
+        alive = (alive | made) - set(one.frees)
+    assert alive - {program.input} == {program.output, *kept}
+    alive = {program.input, f"~{program.output}", *kept}
+    read = set[str]()
+    for one in backward_schedule(program, adapted, input_wanted, kept, activated):
+        needed = one.operation.activations
+        if one.backward:
+            needed = tuple(n for n in read_backward(one, adapted) if n[0] != "~")
+        assert set(needed) <= alive
+        assert one.backward or one.statistics or not kept & {*one.wanted}
+        read |= set(needed)
+        made = () if one.backward else (*one.wanted, *one.statistics)
+        alive = (alive | {*made}) - set(one.frees)
+    assert kept <= read
+
+
+@each_family
+def test_activations_can_be_recomputed_from_products_that_are_kept(tiny: Tiny, family: str) -> None:
+    for program in programs_of(tiny(family)):
+        everything = frozenset(linears_of(program))
+        most, fewer = (kept_values(program, everything, True, each) for each in (True, False))
+        assert most - fewer == {"mlp.down_proj.in"}
+        ran = backward_schedule(program, everything, True, fewer, activated=False)
+        assert sum("mlp.down_proj.in" in one.wanted for one in ran if not one.backward) == 1
+        assert not any(one.operation.products for one in ran if not one.backward)
+
+
+@each_family
+def test_the_result_of_an_mlp_is_stored_where_a_norm_reads_it(tiny: Tiny, family: str) -> None:
+    """So that no product of it is computed twice, but for those inside it."""
+    for program in map(fold, programs_of(tiny(family), "cpu")):
+        everything = frozenset(linears_of(program))
+        kept = kept_values(program, everything, True)
+        stored = stored_values(program, kept)
+        assert stored == ({"mlp.down_proj.out"} if family == "gemma3" else set())
+        ran = backward_schedule(program, everything, True, stored)
+        mlps = [one.backward for one in ran if isinstance(one.operation, SlicedMlp)]
+        assert mlps == [True]
