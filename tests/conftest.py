@@ -53,9 +53,7 @@ from export.bundle import export_bundle  # noqa: E402
 from export.config.export import ExportConfig  # noqa: E402
 from runtime.arrays.arrays import Arrays  # noqa: E402
 from runtime.bundle.store import Bundle  # noqa: E402
-from runtime.data import text_encoder  # noqa: E402
-from runtime.data.pieces import write_pieces  # noqa: E402
-from runtime.data.prompts import Prompt, chat_prompt, text_prompt  # noqa: E402
+from runtime.data.prompts import prompt_of  # noqa: E402
 
 subprocess.run = forks.run  # what the modules of `runtime.data.process` import takes longest
 
@@ -229,10 +227,4 @@ def rendered_here(monkeypatch: pytest.MonkeyPatch) -> None:
     It imports transformers once; a process for each prompt does for each.
     """
 
-    def prompt(folder: Path, said: object, pieces: Path | None) -> Prompt:
-        encoder = text_encoder.load_encoder(folder)
-        if pieces is not None:
-            write_pieces(encoder, pieces)
-        return text_prompt(encoder, said) if isinstance(said, str) else chat_prompt(encoder, said)
-
-    monkeypatch.setattr("runtime.run.generate.confined_prompt", prompt)
+    monkeypatch.setattr("runtime.run.generate.confined_prompt", prompt_of)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ondevice.api.process import hearing, prepare, refuse_threads
@@ -48,14 +47,9 @@ class Conversation:
         self._chat = Chat(self._config, self._note).__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         chat, self._chat = self._open(), None
-        chat.__exit__(kind, error, trace)
+        chat.__exit__(kind)
 
     @property
     def messages(self) -> tuple[Mapping[str, str], ...]:

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from runtime.core.errors import BundleError, StorageError
 
@@ -125,13 +126,17 @@ def flush_path(path: Path) -> None:
         os.close(fd)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` so that a reader sees the old bytes or the new, never a mix."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file to write, which takes the place of `path` at the end; after an error none does.
+
+    A reader sees the old bytes or the new, never a mix.
+    """
     temporary = path.with_name(f".{path.name}.partial")
     with storage_errors(path):
         try:
             with temporary.open("wb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 flush(file.fileno())
             temporary.replace(path)
@@ -139,6 +144,12 @@ def write_atomic(path: Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
             raise
         flush_path(path.parent)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`, see `replacing`."""
+    with replacing(path) as file:
+        file.write(data)
 
 
 @contextmanager

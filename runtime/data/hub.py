@@ -1,25 +1,22 @@
 """Datasets of the Hugging Face hub, which a process of its own writes as files of JSON lines.
 
-`python -m runtime.data.hub OWNER/NAME[:CONFIG[:SPLIT]] --output FOLDER` loads a dataset by the
-library `datasets`, whose memory so never counts in the process that trains.
+There the library `datasets` loads them, whose memory so never counts in the process that trains.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runtime.config.shared import DATA_SUFFIXES
-from runtime.core.errors import DataError, OnDeviceError
+from runtime.core.errors import DataError
 from runtime.core.files import storage_errors
-from runtime.data.process import run_module
+from runtime.data.process import call
 
 _ID = re.compile(
     r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(?::(?P<config>[\w.-]*))?(?::(?P<split>[^:]+(?::[^:]+)?))?"
@@ -68,7 +65,7 @@ def located(data: str, scratch: Path) -> str:
         return data
     folder = scratch.resolve() / (FOLDER + re.sub(r"[^\w.-]", "-", data))
     if not folder.exists():
-        run_module("runtime.data.hub", f"loading {data}", data, output=folder)
+        call("runtime.data.hub.download", f"loading {data}", data, folder)
     return str(folder / ROWS if dataset.split else folder)
 
 
@@ -111,6 +108,13 @@ def load(dataset: HubDataset) -> dict[str, Iterable[Mapping[str, Any]]]:
     return files
 
 
+def download(data: str, folder: Path) -> None:
+    """Write the files of a dataset, whose name `hub_dataset` knows."""
+    dataset = hub_dataset(data)
+    assert dataset is not None, data
+    write(load(dataset), folder)
+
+
 def write(files: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -> None:
     """Write rows as JSON lines; the folder appears whole or not at all."""
     partial = folder.with_name(f".{folder.name}.partial")
@@ -121,23 +125,3 @@ def write(files: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -> Non
                 for row in rows:
                     file.write(json.dumps(row, default=str) + "\n")
         partial.rename(folder)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; complaints go to stderr. Returns the exit code of `runtime.core.errors`."""
-    parser = argparse.ArgumentParser(prog="python -m runtime.data.hub", description=__doc__)
-    parser.add_argument("dataset", help="OWNER/NAME[:CONFIG[:SPLIT]]")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    given = parser.parse_args(argv)
-    dataset = hub_dataset(given.dataset)
-    assert dataset is not None, given.dataset
-    try:
-        write(load(dataset), given.output)
-    except OnDeviceError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,25 +1,18 @@
-"""An overview of data as training would read them: counts, lengths and one row in full.
-
-`python -m runtime.data.overview` reads the options of `ondevice data` on stdin and writes the
-overview, both as JSON. `ondevice data` runs it so, under limits.
-"""
+"""An overview of data as training would read them: counts, lengths and one row in full."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from array import array
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from runtime.bundle.manifest import Manifest
-from runtime.bundle.store import Bundle, open_bundle
+from runtime.bundle.store import open_bundle
 from runtime.config.inspect import DataConfig
 from runtime.config.train import TrainConfig
 from runtime.core.errors import DataError, UsageError
@@ -27,7 +20,7 @@ from runtime.data.hub import located
 from runtime.data.limits import Limits
 from runtime.data.loss_mask import Row
 from runtime.data.packing import PackingReport, pack
-from runtime.data.process import confined, limits_argument, run_module
+from runtime.data.process import call
 from runtime.data.records import TEXT, suffix_of
 from runtime.data.report import DataReport
 from runtime.data.rows import Lengths
@@ -61,16 +54,16 @@ def confined_overview(config: DataConfig) -> Overview:
         data = Path(located(config.data, Path(scratch)))
         files = [path for path in data.iterdir() if path.is_file()] if data.is_dir() else [data]
         size_bytes = sum(file.stat().st_size for file in files if file.is_file())
-        said = run_module(
-            "runtime.data.overview",
+        said = call(
+            "runtime.data.overview.overview",
             f"reading {config.data}",
+            replace(config, data=str(data)),
             limits=Limits.of_data(size_bytes),
-            given=msgspec.json.encode(replace(config, data=str(data))).decode(),
         )
     return msgspec.json.decode(said, type=Overview)
 
 
-def overview(config: DataConfig, bundle: Bundle) -> Overview:
+def overview(config: DataConfig) -> Overview:
     """Read the data as training would.
 
     Raises:
@@ -79,6 +72,7 @@ def overview(config: DataConfig, bundle: Bundle) -> Overview:
     """
     if config.data.startswith("random:"):
         raise UsageError(f"{config.data} has no rows to show; name a file or a folder")
+    bundle = open_bundle(config.bundle)
     encoder, manifest = load_encoder(bundle.path), bundle.manifest
     reports: dict[str, DataReport] = {}
     shown: Row | None = None
@@ -146,21 +140,3 @@ def _parts(config: DataConfig, scratch: Path) -> list[tuple[str, Path, Reading]]
         raise DataError(f"{path} has no train, valid or test file")
     whole = reading_of(config)
     return [(name, file, whole if name == "test" else reading) for name, file in files]
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns the exit code of `runtime.core.errors`."""
-    parser = argparse.ArgumentParser(prog="python -m runtime.data.overview", description=__doc__)
-    limits_argument(parser)
-    given: Any = parser.parse_args(argv)
-
-    def work() -> None:
-        config = msgspec.json.decode(sys.stdin.buffer.read(), type=DataConfig)
-        shown = overview(config, open_bundle(config.bundle))
-        sys.stdout.write(msgspec.json.encode(shown).decode())
-
-    return confined(given.limits, work)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,17 @@
-"""Runs a module of data in a process of its own, whose memory is not that of training."""
+"""Calls of functions in processes of their own, whose memory is not that of training.
+
+`python -m runtime.data.process FUNCTION` reads limits and arguments on stdin and writes the result,
+all as JSON. The arguments become what the function's annotations say.
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -23,39 +26,31 @@ _FEW_THREADS = {
 }
 
 
-def run_module(
-    module: str,
+def call(
+    function: str,
     task: str,
     *arguments: object,
     limits: Limits | None = None,
-    given: str = "",
     failure: type[OnDeviceError] = DataError,
-    **options: Any,
 ) -> str:
-    """Run `python -m module` with options such as seq_length=8, until it has done its `task`.
+    """Call a function by its full name, which does a `task`; returns its result as JSON.
 
-    It reads `given` on stdin, and its stdout is returned. The module puts itself
-    under the limits, see `confined`.
+    Its module is imported in the other process alone, before that is limited.
 
     Raises:
-        OnDeviceError: a UsageError, a StorageError or a `failure` with its stderr as message, if it
-            ends with the exit code of one; a `failure` if it ends in another way.
+        OnDeviceError: a UsageError, a StorageError or a `failure` that the function has raised; a
+            `failure` if the process ends in another way.
     """
     import subprocess  # here, since training on data that are ready can do without its memory
 
-    command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
-    command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     # -P keeps modules of the working directory out; the path lets an uninstalled checkout run
     root = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": paths}
-    if limits is not None:
-        command.append(f"--limits={msgspec.json.encode(limits).decode()}")
-        environment |= _FEW_THREADS
+    few = {} if limits is None else _FEW_THREADS
     done = subprocess.run(
-        command,
-        env=environment,
-        input=given,
+        [sys.executable, "-P", "-m", __name__, function],
+        env={**os.environ, "PYTHONPATH": paths, **few},
+        input=msgspec.json.encode((limits, arguments), enc_hook=str).decode(),
         capture_output=True,
         encoding="utf-8",
         errors="replace",
@@ -75,27 +70,37 @@ def run_module(
     return done.stdout
 
 
-def limits_argument(parser: argparse.ArgumentParser) -> None:
-    """Give a module's parser the option by which `run_module` limits it."""
-    parser.add_argument("--limits", help="Limits of this process, as JSON (default: none)")
-
-
-def confined(limits: str | None, work: Callable[[], None]) -> int:
-    """Do the work of a module under its limits; complaints go to stderr. Returns the exit code."""
-    parsed = None if limits is None else msgspec.json.decode(limits, type=Limits)
+def main(words: list[str] | None = None) -> int:
+    """Do what `call` asks for; complaints go to stderr. Returns the exit code."""
+    (function,) = sys.argv[1:] if words is None else words
+    module, _, name = function.rpartition(".")
+    called = getattr(import_module(module), name)
+    *types, _ = get_type_hints(called).values()
+    limits, arguments = msgspec.json.decode(
+        sys.stdin.buffer.read(), type=tuple[Limits | None, list[Any]]
+    )
     try:
-        if parsed is not None:
-            confine(parsed)
-        work()
+        given = [
+            msgspec.convert(argument, of, dec_hook=lambda of, text: of(text))
+            for argument, of in zip(arguments, types, strict=True)
+        ]
+        if limits is not None:
+            confine(limits)
+        result = called(*given)
     except OnDeviceError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     except MemoryError:
         under = (
             "the system gives no more"
-            if parsed is None
-            else f"this process may take {parsed.describe()}"
+            if limits is None
+            else f"this process may take {limits.describe()}"
         )
         sys.stderr.write(f"there is not enough memory: {under}\n")
         return DataError.exit_code
+    sys.stdout.write(msgspec.json.encode(result).decode())
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

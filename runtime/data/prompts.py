@@ -1,13 +1,10 @@
 """Prompts for a model: of text, or of a conversation by the chat template of a bundle.
 
-`python -m runtime.data.prompts --bundle BUNDLE` reads messages on stdin and writes their prompt,
-both as JSON. So no process that holds a model runs the template.
+A process of its own writes them, so no process that holds a model runs the template.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from runtime.core.documents import from_json
 from runtime.core.errors import DataError, UsageError
 from runtime.data.limits import Limits
-from runtime.data.process import confined, limits_argument, run_module
+from runtime.data.process import call
 from runtime.data.tokenizer_files import VOCABULARY, templates_of, tokenizer_files
 
 if TYPE_CHECKING:
@@ -85,38 +81,19 @@ def confined_prompt(bundle_dir: Path, said: object, pieces: Path | None = None) 
     Raises:
         DataError, UsageError: as `chat_prompt`.
     """
-    given = msgspec.json.encode(said).decode()
-    options: dict[str, Any] = {} if pieces is None else {"pieces": pieces}
-    written = run_module(
-        "runtime.data.prompts",
-        "writing the prompt",
-        limits=Limits.of_data(len(given)),
-        given=given,
-        bundle=bundle_dir,
-        **options,
-    )
+    limits = Limits.of_data(len(msgspec.json.encode(said)))
+    function, task = "runtime.data.prompts.prompt_of", "writing the prompt"
+    written = call(function, task, bundle_dir, said, pieces, limits=limits)
     return msgspec.json.decode(written, type=Prompt)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns the exit code of `runtime.core.errors`."""
-    parser = argparse.ArgumentParser(prog="python -m runtime.data.prompts", description=__doc__)
-    parser.add_argument("--bundle", type=Path, required=True, help="bundle with the tokenizer")
-    parser.add_argument("--pieces", type=Path, help="file for the text of each token")
-    limits_argument(parser)
-    given: Any = parser.parse_args(argv)
+def prompt_of(bundle_dir: Path, said: Any, pieces: Path | None) -> Prompt:
+    """See `confined_prompt`; in the process that is limited."""
     from runtime.data.pieces import write_pieces
     from runtime.data.text_encoder import load_encoder
 
-    def work() -> None:
-        said, encoder = from_json(sys.stdin.buffer.read()), load_encoder(given.bundle)
-        prompt = text_prompt(encoder, said) if isinstance(said, str) else chat_prompt(encoder, said)
-        if given.pieces is not None:
-            write_pieces(encoder, given.pieces)
-        sys.stdout.write(msgspec.json.encode(prompt).decode())
-
-    return confined(given.limits, work)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    encoder = load_encoder(bundle_dir)
+    prompt = text_prompt(encoder, said) if isinstance(said, str) else chat_prompt(encoder, said)
+    if pieces is not None:
+        write_pieces(encoder, pieces)
+    return prompt

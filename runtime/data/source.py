@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -22,7 +21,7 @@ from runtime.core.errors import DataError
 from runtime.core.paths import text_path
 from runtime.data.hub import located
 from runtime.data.limits import Limits
-from runtime.data.process import run_module
+from runtime.data.process import call
 from runtime.data.records import TEXT, suffix_of
 from runtime.data.rows import RANDOM_ROWS, RandomRows, Rows, TokenRows, random_seed
 
@@ -100,17 +99,10 @@ def prepare_tokens(
     if file is None:
         names = ", ".join(f"{split}{suffix}" for suffix in DATA_SUFFIXES)
         raise DataError(f"{data} has none of {names}; add one or name a file")
-    options: dict[str, Any] = {
-        "bundle": bundle_dir,
-        "input": file,
-        "seq_length": max_seq_length,
-        "output": out_file,
-        "reading": msgspec.json.encode(reading).decode(),
-        "part": part,
-        **({} if embedded is None else {"embedded": embedded}),
-    }
+    function, task = "runtime.data.tokenizing.tokenize", f"tokenizing {file}"
     limits = Limits.of_data(file.stat().st_size)
-    run_module("runtime.data.tokenizing", f"tokenizing {file}", limits=limits, **options)
+    made = bundle_dir, file, max_seq_length, out_file, reading, part, embedded
+    call(function, task, *made, limits=limits)
     return out_file
 
 

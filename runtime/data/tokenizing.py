@@ -1,4 +1,4 @@
-"""`python -m runtime.data.tokenizing`: data into a token file (see `runtime.data.rows`), then exit.
+"""From a file of data to a token file (see `runtime.data.rows`), in a process of its own.
 
 Memory is bounded whatever the size of the corpus (but for .json files): text goes through in
 chunks, rows go to spool files, and the token file appears whole under its name or not at all.
@@ -12,7 +12,6 @@ prefixed space, say) has no such break; it is cut all the same, every megabyte.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -23,7 +22,6 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -32,7 +30,6 @@ from runtime.core.errors import DataError, StorageError
 from runtime.core.files import flush, flush_path
 from runtime.data.fields import Recognised, recognise
 from runtime.data.loss_mask import Row, row_of
-from runtime.data.process import confined, limits_argument
 from runtime.data.records import READERS, TEXT, encoding_of, not_text, records, suffix_of
 from runtime.data.report import DataReport
 from runtime.data.rows import HEADER, MAGIC, VERSION
@@ -335,39 +332,27 @@ def _nothing(report: DataReport) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; complaints go to stderr. Returns the exit code of `runtime.core.errors`."""
-    parser = argparse.ArgumentParser(prog="python -m runtime.data.tokenizing", description=__doc__)
-    parser.add_argument("--bundle", type=Path, required=True, help="bundle with the tokenizer")
-    parser.add_argument("--input", type=Path, required=True, help=DATA_FILE)
-    parser.add_argument("--seq-length", type=int, required=True, help="tokens predicted per row")
-    parser.add_argument("--output", type=Path, required=True, help="token file to write")
-    parser.add_argument("--reading", default="{}", help="a Reading, as JSON")
-    parser.add_argument("--part", default=TRAIN, help="train or valid, under a --valid-split")
-    parser.add_argument("--embedded", type=int, help="how many tokens the model embeds")
-    limits_argument(parser)
-    given: Any = parser.parse_args(argv)
+def tokenize(
+    bundle_dir: Path,
+    file: Path,
+    max_seq_length: int,
+    output: Path,
+    reading: Reading,
+    part: str,
+    embedded: int | None,
+) -> None:
+    """Write a file of data as a token file, as `Reader` reads it with the bundle's tokenizer.
 
-    def work() -> None:
-        reading = msgspec.json.decode(given.reading, type=Reading)
-        encoder = load_encoder(given.bundle)
-        if not os.access(given.input, os.R_OK):
-            raise DataError(f"cannot read {given.input}; name {DATA_FILE}")
-        parts = (given.seq_length, reading, given.part, given.embedded)
-        _write(Reader(given.input, encoder, *parts), given.output)
-
-    return confined(given.limits, work)
-
-
-def _write(reader: Reader, output: Path) -> None:
+    Raises DataError for data or a tokenizer that cannot be used, StorageError if the file cannot
+    be written.
+    """
+    encoder = load_encoder(bundle_dir)
+    if not os.access(file, os.R_OK):
+        raise DataError(f"cannot read {file}; name {DATA_FILE}")
+    reader = Reader(file, encoder, max_seq_length, reading, part, embedded)
     try:
-        write_token_file(reader.rows(), reader.max_seq_length, output, reader.report)
+        write_token_file(reader.rows(), max_seq_length, output, reader.report)
     except DataError as error:
-        named = str(reader.file) in str(error)
-        raise error if named else DataError(f"{reader.file}: {error}") from None
+        raise error if str(file) in str(error) else DataError(f"{file}: {error}") from None
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror}") from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

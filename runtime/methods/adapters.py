@@ -27,7 +27,7 @@ from runtime.arrays.values import Lora
 from runtime.bundle.manifest import Manifest
 from runtime.core.documents import safetensors_header
 from runtime.core.errors import BundleError, DivergedError
-from runtime.core.files import flush_path, storage_errors, write_atomic
+from runtime.core.files import replacing, write_atomic
 from runtime.methods.adapter_reader import AdapterFiles
 from runtime.methods.noise import key_of
 
@@ -112,16 +112,8 @@ class Adapters:
 
     def save(self, folder: Path) -> None:
         """Write both files into an existing folder, each atomically."""
-        temporary = folder / f".{WEIGHTS}.partial"
-        with storage_errors(folder / WEIGHTS):
-            try:
-                with temporary.open("wb") as file:
-                    self._write(file)
-                flush_path(temporary)
-                temporary.replace(folder / WEIGHTS)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+        with replacing(folder / WEIGHTS) as file:
+            self._write(file)
         write_atomic(folder / CONFIG, json.dumps(self.config(), indent=1).encode())
 
     def _write(self, file: IO[bytes]) -> None:

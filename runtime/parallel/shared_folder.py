@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runtime.core.errors import BundleError, OnDeviceError
-from runtime.core.files import flush_path, read_small, sha256_file, storage_errors, write_atomic
+from runtime.core.files import read_small, replacing, sha256_file, storage_errors, write_atomic
 
 MOST_BYTES = 1 << 24  # of a message
 SEAL_BYTES = 8
@@ -81,12 +81,8 @@ class SharedFolder:
             write_atomic(self.path / _name_of(sha256), source)
             return sha256
         sha256 = sha256_file(source)
-        place = self.path / _name_of(sha256)
-        temporary = place.with_name(f".{place.name}.partial")
-        with storage_errors(place):
-            shutil.copyfile(source, temporary)
-            flush_path(temporary)
-            temporary.replace(place)
+        with replacing(self.path / _name_of(sha256)) as copy, source.open("rb") as file:
+            shutil.copyfileobj(file, copy)
         return sha256
 
     def fetch(self, sha256: str, target: Path) -> bool:

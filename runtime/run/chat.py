@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator as Stream
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from runtime.bundle.positions import longest_by, longest_sequence
@@ -49,14 +48,9 @@ class Chat:
         self._prompts = Prompts(to_apply(self._adapter, bundle, self._note), self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._prompts.__exit__()
-        self._meter.__exit__(kind, error, trace)
+        self._meter.__exit__(kind)
 
     def reset(self) -> None:
         """Forget the conversation, but for the system's message."""

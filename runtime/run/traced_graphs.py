@@ -28,13 +28,13 @@ from runtime.core.notes import Note, silent
 from runtime.core.paths import cache_folder, is_mine
 from runtime.core.version import __version__, installed_version
 from runtime.data.limits import Limits
-from runtime.data.process import run_module
+from runtime.data.process import call
 from runtime.machine.backend import automatic_device, mlx_version
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.values import dtype_of
 
 # by its name, because this process must not load model classes
-TRACING_PROCESS = "ondevice.cli.tracing_process"
+TRACING = "export.tracing_process.trace"
 TRACING_S = 600  # of the CPU; a model of 4B takes 2 s for each sequence bucket
 # of address space, where 0.5 GiB is usual; a GPU's driver, which comes with MLX wherever graphs are
 # traced for, reserves far more of it than it uses
@@ -141,15 +141,13 @@ def _trace(bundle: Bundle, folder: Path, device: str) -> None:
         part = Path(tempfile.mkdtemp(".partial", f"{folder.name}.", folder.parent))
     most_bytes = WITH_GPU_BYTES if mx.is_available(mx.gpu) else TRACING_BYTES
     try:
-        run_module(
-            TRACING_PROCESS,
+        call(
+            TRACING,
             f"tracing the graphs of {bundle.path}",
-            part,
+            manifest_bytes(bundle.manifest).decode(),  # its file may change meanwhile
+            *(bundle.path, device, part),
             limits=Limits(most_bytes, TRACING_S),
-            given=manifest_bytes(bundle.manifest).decode(),  # its file may change meanwhile
             failure=BundleError,
-            name=bundle.path,
-            device=device,
         )
         with storage_errors(folder):
             part.rename(folder)

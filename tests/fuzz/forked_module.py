@@ -1,20 +1,22 @@
-"""Runs of `python -m MODULE` in a fork of this process, which has imported everything already."""
+"""Calls of `runtime.data.process` in a fork of this process, which has imported all already."""
 
 from __future__ import annotations
 
-import importlib
+import io
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fuzz.child import FAILED, SECONDS, Tell, in_child
+from runtime.data.process import main
 
 
 @contextmanager
 def forked_modules() -> Iterator[None]:
-    """Let `subprocess.run` fork where it would start Python with a module."""
+    """Let `subprocess.run` fork where it would start Python to call a function."""
     original = subprocess.run
     subprocess.run = _run
     try:
@@ -27,15 +29,16 @@ def _run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[
     """As `subprocess.run`; stdout and stderr hold the same, what was written to both.
 
     Raises:
-        RuntimeError: the module ended in a traceback, which whoever called it would only cite.
+        RuntimeError: the function ended in a traceback, which whoever called it would only cite.
     """
-    _, _, _, module, *words = command
+    function = command[-1]
 
     def work(tell: Tell) -> int:
-        return int(importlib.import_module(module).main(words))
+        sys.stdin = io.TextIOWrapper(io.BytesIO(options["input"].encode()))
+        return main([function])
 
-    ended = in_child(work, Path("said by the module").absolute(), SECONDS)
+    ended = in_child(work, Path("said by the function").absolute(), SECONDS)
     if ended.code == FAILED:
-        raise RuntimeError(f"{module}: {ended.said}")
+        raise RuntimeError(f"{function}: {ended.said}")
     code = -ended.signal if ended.signal else ended.code
     return subprocess.CompletedProcess(command, code, ended.said, ended.said)

@@ -11,6 +11,7 @@ import math
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,16 +23,19 @@ from runtime.methods.adapters import Adapters, Tensors
 from runtime.methods.noise import Noise, key_of, number_of
 
 
-class Monolithic(ABC):
+class Monolithic:
     """An estimator on whole adapters, which it changes in place."""
+
+    queries = 2  # directions a step
 
     def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
         self.adapters, self.seed = adapters, seed
         self.epsilon, self.weight_decay = epsilon, weight_decay
 
-    @abstractmethod
-    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> object:
-        """Change the adapters by one step."""
+    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> Any:
+        """Change the adapters by one step; unless said otherwise, along SPSA's mean estimate."""
+        g = [self.projected(model, rows, number, i) for i in range(self.queries)]
+        self.descend(number, rate, [one / self.queries for one in g])
 
     def direction(self, number: int, query: int, name: str) -> mx.array:
         """z of one tensor: Gaussian, drawn anew in each step."""
@@ -108,10 +112,10 @@ class MonolithicFZOO(Monolithic):
         self.descend(number, rate, G)
 
 
-class MonolithicMoments(Monolithic):
+class MonolithicMoments(Monolithic, ABC):
     """MeZO whose estimates are averaged over the last `window` of them (appendix B.2)."""
 
-    window, queries = 4, 2
+    window = 4
 
     def __init__(self, adapters: Adapters, seed: int, epsilon: float, weight_decay: float) -> None:
         super().__init__(adapters, seed, epsilon, weight_decay)
@@ -169,15 +173,10 @@ class MonolithicKZOO(Monolithic):
         shape = self.adapters.tensors[name].shape
         return mx.random.normal(shape, key=key_of(self.seed, "pool", j, name))
 
-    def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
-        g = [self.projected(model, rows, number, i) for i in range(self.queries)]
-        self.descend(number, rate, [one / self.queries for one in g])
-
 
 class MonolithicResidual(Monolithic):
     """The one-point estimate with residual feedback (MeZO's Definition 8), 2 directions a step."""
 
-    queries = 2
     before: list[float] | None = None
 
     def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
@@ -286,14 +285,11 @@ class MonolithicGradientNorm(MonolithicScaled):
 class MonolithicZOAct(Monolithic):
     """ZO-Act (arXiv 2607.01125): the coefficients, which are B, of a basis, which is A."""
 
-    n = 2
-
     def direction(self, number: int, query: int, name: str) -> mx.array:
         z = super().direction(number, query, name)
         return z if name.endswith("lora_b") else mx.zeros_like(z)
 
     def step(self, model: Model, rows: Sequence[Sample], number: int, rate: float) -> None:
         basis = {name: a for name, a in self.adapters.tensors.items() if name.endswith("lora_a")}
-        g = [self.projected(model, rows, number, query) for query in range(self.n)]
-        self.descend(number, rate, [one / self.n for one in g])
+        super().step(model, rows, number, rate)
         self.adapters.tensors.update(basis)  # no weight decay either

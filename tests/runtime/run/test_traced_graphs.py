@@ -205,7 +205,7 @@ def test_the_driver_of_a_gpu_has_room_for_its_addresses(
         bounds.append(limits.memory_bytes)
         raise BundleError("it ended")
 
-    monkeypatch.setattr(traced_graphs, "run_module", run)
+    monkeypatch.setattr(traced_graphs, "call", run)
     for gpu in (True, False):
         monkeypatch.setattr(mx, "is_available", lambda device, gpu=gpu: gpu)
         with pytest.raises(BundleError, match="it ended"):
