@@ -1,6 +1,6 @@
-"""What transformers, PEFT and llama.cpp compute, in the interpreter that has them.
+"""What transformers, PEFT and llama.cpp compute, in the interpreters that have them.
 
-ONDEVICE_PEERS_PYTHON names one; without it they must be beside the tests.
+ONDEVICE_PEERS_PYTHON names them, as PATH names folders; without it they must be beside the tests.
 """
 
 from __future__ import annotations
@@ -22,11 +22,18 @@ _HAS = "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.a
 
 
 def interpreter(*modules: str) -> str:
-    """An interpreter that has these modules; skips the test where there is none."""
-    python = os.environ.get(PYTHON, sys.executable)
-    if subprocess.run([python, "-c", _HAS, *modules], cwd="/").returncode:
-        pytest.skip(f"{', '.join(modules)} are not installed; {PYTHON} names an interpreter")
-    return python
+    """The first interpreter that has these modules.
+
+    Without one, the test is skipped if no interpreters are named, and fails if some are.
+    """
+    named = os.environ.get(PYTHON, "")
+    for python in named.split(os.pathsep) if named else [sys.executable]:
+        if subprocess.run([python, "-c", _HAS, *modules], cwd="/").returncode == 0:
+            return python
+    missing = f"no interpreter has {', '.join(modules)}"
+    if named:
+        pytest.fail(f"{missing}: {PYTHON} is {named}")
+    pytest.skip(f"{missing}; {PYTHON} names interpreters")
 
 
 def run_script(modules: Sequence[str], script: str, *words: object) -> str:
