@@ -64,8 +64,8 @@ def test_llama_cpp_loads_the_file(tiny: Tiny, tmp_path: Path, rng: Rng, family: 
 # llama.cpp's GELU is a table of float16, and Gemma's factor is rounded in a bundle
 WIDER = dict.fromkeys(
     (
-        *("starcoder2", "gemma", "gemma2", "gemma4_text", "gpt2", "phi", "gpt_bigcode"),
-        "gpt_neox",
+        *("starcoder2", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi"),
+        *("gpt_bigcode", "gpt_neox"),
     ),
     CLOSE,
 )
