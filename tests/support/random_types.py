@@ -19,7 +19,8 @@ _YARN = {
 # what llama.cpp computes in any case
 _IN_LLAMA_CPP: dict[str, dict[str, object]] = {
     "qwen3_moe": {"norm_topk_prob": True},
-    **dict.fromkeys(("gemma2", "gemma3_text"), {"query_pre_attn_scalar": 16}),
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3_text": {"query_pre_attn_scalar": 16},
     "olmoe": {"num_key_value_heads": 4},
     "dots1": {"num_key_value_heads": 4},
     "gpt_oss": {"rope_parameters": _YARN},
