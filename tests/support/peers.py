@@ -5,10 +5,12 @@ ONDEVICE_PEERS_PYTHON names them, as PATH names folders; without it they must be
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +30,7 @@ def interpreter(*modules: str) -> str:
     """
     named = os.environ.get(PYTHON, "")
     for python in named.split(os.pathsep) if named else [sys.executable]:
-        if subprocess.run([python, "-c", _HAS, *modules], cwd="/").returncode == 0:
+        if _has(python, modules):
             return python
     missing = f"no interpreter has {', '.join(modules)}"
     if named:
@@ -36,14 +38,30 @@ def interpreter(*modules: str) -> str:
     pytest.skip(f"{missing}; {PYTHON} names interpreters")
 
 
-def run_script(modules: Sequence[str], script: str, *words: object) -> str:
-    """Run a script of `support/elsewhere`; returns what it said."""
+@cache
+def _has(python: str, modules: Sequence[str]) -> bool:
+    return subprocess.run([python, "-c", _HAS, *modules], cwd="/").returncode == 0
+
+
+@cache
+def _forking(python: str, modules: Sequence[str]) -> subprocess.Popen[str]:
+    """A process of an interpreter that runs scripts; it ends when this one does."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [interpreter(*modules), str(SCRIPTS / script), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
+    command = [python, str(SCRIPTS / "forking.py"), *modules]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, env=environment, cwd="/", **pipes)
+
+
+def run_script(modules: Sequence[str], script: str, *words: object) -> str:
+    """Run a script of `support/elsewhere`; returns what it said."""
+    process = _forking(interpreter(*modules), tuple(modules))
+    assert process.stdin and process.stdout
+    process.stdin.write(json.dumps([str(SCRIPTS / script), *map(str, words)]) + "\n")
+    process.stdin.flush()
+    code, said = json.loads(process.stdout.readline())
+    assert code == 0, said[-3000:]
+    return str(said)
 
 
 def peft_logits(
