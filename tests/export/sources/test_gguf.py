@@ -150,7 +150,7 @@ def test_bad_gguf_files_are_refused(tmp_path: Path) -> None:
     config, arrays = weights_of("tiny-qwen2")
     path = tmp_path / "m.gguf"
     with pytest.raises(
-        BundleError, match="'mamba' is not supported; supported are afmoe, chatglm, cohere2"
+        BundleError, match="'mamba' is not supported; supported are afmoe, apertus, chatglm"
     ):
         open_checkpoint(str(write_gguf(path, config, arrays, architecture="mamba")))
     for entries in (
