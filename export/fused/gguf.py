@@ -24,7 +24,14 @@ from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
 from export.sources.gguf_config import entries_of
 from export.sources.gguf_file import is_model
-from export.sources.gguf_names import Place, architecture_of, place_of, tensor_names, to_file
+from export.sources.gguf_names import (
+    Place,
+    architecture_of,
+    listed_in,
+    place_of,
+    tensor_names,
+    to_file,
+)
 from export.stored import F32, FloatType, numpy_type
 from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import UsageError
@@ -125,13 +132,19 @@ def _add_tensors(
     name_of = tensor_names(model.family, int(model.config["num_hidden_layers"]))
     counts = entries_of(model.family).get("expert_count", "")
     parts: dict[str, list[str]] = {}  # of a tensor of the file
+    lists: dict[str, dict[int, float]] = {}  # of parameters that are metadata, by layer
     for name in model.names():
+        if at := listed_in(model.family, name):
+            lists.setdefault(at[0], {})[at[1]] = float(model.rows(name, 0, 1)[0])
+            continue
         stored = name_of(name)
         if stored is None:
             raise UsageError(
                 f"--format gguf: {writer.arch} files have no tensor {name}; use --format hf"
             )
         parts.setdefault(stored, []).append(name)
+    for key, values in lists.items():
+        writer.add_array(key, [values[layer] for layer in sorted(values)])
     shapes = {stored: _place(model, names[0]).shape for stored, names in parts.items()}
     slices = Slices(sum(map(math.prod, shapes.values())), progress)
     tensors: list[_Tensor] = []

@@ -14,6 +14,7 @@ from export.sources.gguf_config import (
     BY_SIGMOID,
     FACTORS,
     LISTED,
+    LLAMA3,
     OF_SCALING,
     ROPE_FREQS,
     SIGMOID,
@@ -124,7 +125,7 @@ def check_metadata(writer: GGUFWriter, family: str, config: dict[str, Any]) -> N
     Raises:
         UsageError: a setting is another one there, since the file cannot say it.
     """
-    if ROPE_FREQS in writer.tensors[0] and family == "llama":
+    if ROPE_FREQS in writer.tensors[0] and family in LLAMA3:
         return  # Llama 3's, whose settings are refused one by one: read are published tables alone
     entries = {key: entry.value for key, entry in writer.kv_data[0].items()}
     raw = read_config(Announced(entries, writer.tensors[0], rope_tables(config)), family)
@@ -172,7 +173,7 @@ def _add_rope_scaling(writer: GGUFWriter, family: str, config: dict[str, Any]) -
         if kind != "proportional" or {*scaling} - {"rope_type", "partial_rotary_factor"}:
             raise _refusal(f"rope_parameters of {FULL}", scaling, "proportional, with a part")
         return
-    if kind == "default" or (kind == "llama3" and family == "llama"):
+    if kind == "default" or (kind == "llama3" and family in LLAMA3):
         return
     if kind == "longrope" and family == "phi3":
         longest = config["max_position_embeddings"]
@@ -183,7 +184,9 @@ def _add_rope_scaling(writer: GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_rope_scaling_orig_ctx_len(scaling[ORIGINAL_LENGTH])
         return
     if kind not in ("linear", "yarn"):
-        raise _refusal("rope_scaling", kind, "linear, yarn, llama3 for Llama, longrope for Phi 3")
+        raise _refusal(
+            "rope_scaling", kind, "linear, yarn, llama3 for Llama and Apertus, longrope for Phi 3"
+        )
     others = {key: value for key, value in scaling.items() if key not in _YARN}
     for key, name in OF_SCALING.get(family, {}).items():
         writer.add_float32(f"{writer.arch}.{key}", others.pop(name))

@@ -30,6 +30,7 @@ from export.sources.gguf_names import (
     Index,
     Place,
     from_file,
+    listed_in,
     place_of,
     tensor_names,
 )
@@ -63,8 +64,10 @@ class GGUFCheckpoint(Checkpoint):
         self._stored = _stored_names(self._file, raw, expected)
         for name, stored in self._stored.items():
             self._file.tensors[stored] = _flat(self._file.tensors[stored], expected.get(name, ()))
-        shapes = {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
-        for name in shapes.keys() & expected.keys():
+        self._listed = _listed(meta, family, expected, str(path))
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self._listed, (1,))
+        shapes |= {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
+        for name in self._stored.keys() & expected.keys():
             if shapes[name] == place_of(family, config, name, expected[name]).shape:
                 shapes[name] = expected[name]  # a part of a tensor of all layers, or all of it
         check_tensors(str(path), expected, shapes)
@@ -114,6 +117,8 @@ class GGUFCheckpoint(Checkpoint):
 
     def rows(self, name: str, start: int, stop: int) -> F32:
         self._check_rows(name, start, stop)
+        if name in self._listed:
+            return self._listed[name][start:stop].copy()
         place = self._place(name)
         index = place.row_index(start, stop)
         values = self._file.rows(self._stored[name], index, place.columns)
@@ -181,6 +186,22 @@ def _flat(tensor: GGUFTensor, expected: tuple[int, ...]) -> GGUFTensor:
         return tensor
     count, rows, columns = tensor.shape
     return replace(tensor, shape=(count * rows, columns), row_bytes=tensor.row_bytes // rows)
+
+
+def _listed(
+    metadata: dict[str, Any], family: str, expected: Iterable[str], where: str
+) -> dict[str, F32]:
+    """Parameters (1,) that the file has as metadata: a number for each layer, or one for all."""
+    places = {name: at for name in expected if (at := listed_in(family, name))}
+    layers = 1 + max((layer for _, layer in places.values()), default=0)
+    found = {}
+    for name, (key, layer) in places.items():
+        try:
+            values: F32 = np.broadcast_to(np.asarray(metadata[key], np.float32), layers)
+        except (LookupError, ValueError) as e:
+            raise BundleError(f"{where}: metadata {key} must be a number for each layer") from e
+        found[name] = values[layer : layer + 1]
+    return found
 
 
 def _stored_names(

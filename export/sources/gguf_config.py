@@ -19,7 +19,11 @@ from runtime.core.errors import BundleError
 # tables that files have instead of metadata: Llama 3's, and those of LongRoPE
 ROPE_FREQS = "rope_freqs.weight"
 FACTORS = {f"{length}_factor": f"rope_factors_{length}.weight" for length in ("short", "long")}
-_TABLES = {"phi3": {*FACTORS.values()}, "llama": {ROPE_FREQS}, "gemma4_text": {ROPE_FREQS}}
+LLAMA3 = ("llama", "apertus")  # families whose table is that of Llama 3
+_TABLES = {
+    "phi3": {*FACTORS.values()},
+    **{family: {ROPE_FREQS} for family in (*LLAMA3, "gemma4_text")},
+}
 
 _ROPE_SCALINGS = frozenset({"linear", "yarn"})
 _ATTENTION_FACTOR = "rope.scaling.attn_factor"

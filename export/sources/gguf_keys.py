@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from export.sources.gguf_config import BY_SIGMOID, OF_SCALING, entries_of
+from export.sources.gguf_names import AS_METADATA
 from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import BundleError
 
@@ -126,6 +127,7 @@ def unknown_metadata(metadata: dict[str, Any], family: str, where: str) -> list[
     of_family = (*entries_of(family), *OF_SCALING.get(family, ()), *_OF_IMAGES.get(arch, ()))
     of_family += ("expert_gating_func",) if family in BY_SIGMOID else ()
     own = {f"ARCH.{key}" for key in of_family}
+    own |= {*AS_METADATA.get(family, {}).values()}
     unknown = []
     for key, value in metadata.items():
         name = f"ARCH.{key.removeprefix(f'{arch}.')}" if key.startswith(f"{arch}.") else key

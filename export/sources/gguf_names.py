@@ -35,6 +35,7 @@ ARCHITECTURES = {
     **{"ministral3": "mistral3", "gemma4_text": "gemma4", "qwen3_5": "qwen35"},
     **{"glm4_moe": "glm4moe", "solar_open": "glm4moe", "dots1": "dots1", "afmoe": "afmoe"},
     **{"minimax": "minimax-m2", "gpt_neox": "gptneox", "internlm3": "llama"},
+    "apertus": "apertus",
 }
 # architectures of models that see besides -> the family of the text model, and transformers' types
 # of it, of which a file is of the first
@@ -81,6 +82,12 @@ _IN_LAYERS = {
         },
         "experts.switch_glu.down_proj.weight": "blk.{}.ffn_down_exps.weight",
     },
+}
+# parameters in a layer that files have as metadata, a number for each layer -> the keys
+AS_METADATA = {
+    "apertus": {
+        f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")
+    }
 }
 _LAYER = re.compile(r"model\.(?:layers|h)\.(\d+)\.(.+)")
 # layers whose rows llama's converter reorders -> the setting that says how many heads they have
@@ -136,6 +143,16 @@ def tensor_names(family: str, layers: int) -> Callable[[str], str | None]:
         return None
 
     return name_of
+
+
+def listed_in(family: str, name: str) -> tuple[str, int] | None:
+    """The entry that has the number of a parameter for each layer, and the parameter's layer.
+
+    It is None for a tensor that files have as a tensor.
+    """
+    inside = _LAYER.fullmatch(name)
+    key = AS_METADATA.get(family, {}).get(inside[2]) if inside else None
+    return (key, int(inside[1])) if inside and key else None
 
 
 @dataclass(frozen=True)

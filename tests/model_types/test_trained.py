@@ -33,6 +33,7 @@ PREDICTED_WITHIN = 0.05
 EPSILON = 1e-2
 # the gated delta rule's decays go through exponentials of sums over a row, in float32 on both sides
 WIDER = dict.fromkeys(("qwen3_5", "qwen3_5_text"), 2e-4)
+WIDER["muse_glimmer"] = 3e-5  # autograd in float32 is as far as 1.9e-5 from float64, and so are we
 CLOSE_ELSEWHERE = 1e-4  # PyTorch rounds in another order
 METHODS = ("mebp", "mezo")
 
@@ -48,7 +49,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
     folder: Path = tmp_path_factory.mktemp("checkpoints")
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     types = {call.params["model_type"] for call in calls if call and "model_type" in call.params}
-    made_elsewhere(folder, sorted(types & {*TYPES}), 7)
+    made_elsewhere(folder, sorted(types & {*TYPES}), 7, changed=False)
     return folder
 
 

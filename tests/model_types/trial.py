@@ -52,10 +52,15 @@ def accepted(model_type: str) -> Settings:
     return found
 
 
-def made_elsewhere(folder: Path, model_types: Sequence[str], seed: int) -> None:
-    """Let transformers make checkpoints of types: FOLDER/TYPE, and FOLDER/TYPE,changed."""
+def made_elsewhere(
+    folder: Path, model_types: Sequence[str], seed: int, changed: bool = True
+) -> None:
+    """Let transformers make checkpoints of types: FOLDER/TYPE, and perhaps FOLDER/TYPE,changed."""
     for model_type in model_types:
-        for name, case in ((model_type, {}), (f"{model_type},changed", accepted(model_type))):
+        cases: dict[str, Settings] = {model_type: {}}
+        if changed:
+            cases[f"{model_type},changed"] = accepted(model_type)
+        for name, case in cases.items():
             path = folder / name
             path.mkdir(parents=True)
             (path / "config.json").write_text(json.dumps(tiny(model_type, **case)))

@@ -1,14 +1,16 @@
-"""What transformers, PEFT and llama.cpp compute, in the interpreter that has them.
+"""What transformers, PEFT and llama.cpp compute, in the interpreters that have them.
 
-ONDEVICE_PEERS_PYTHON names one; without it they must be beside the tests.
+ONDEVICE_PEERS_PYTHON names them, as PATH names folders; without it they must be beside the tests.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,21 +24,44 @@ _HAS = "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.a
 
 
 def interpreter(*modules: str) -> str:
-    """An interpreter that has these modules; skips the test where there is none."""
-    python = os.environ.get(PYTHON, sys.executable)
-    if subprocess.run([python, "-c", _HAS, *modules], cwd="/").returncode:
-        pytest.skip(f"{', '.join(modules)} are not installed; {PYTHON} names an interpreter")
-    return python
+    """The first interpreter that has these modules.
+
+    Without one, the test is skipped if no interpreters are named, and fails if some are.
+    """
+    named = os.environ.get(PYTHON, "")
+    for python in named.split(os.pathsep) if named else [sys.executable]:
+        if _has(python, modules):
+            return python
+    missing = f"no interpreter has {', '.join(modules)}"
+    if named:
+        pytest.fail(f"{missing}: {PYTHON} is {named}")
+    pytest.skip(f"{missing}; {PYTHON} names interpreters")
+
+
+@cache
+def _has(python: str, modules: Sequence[str]) -> bool:
+    return subprocess.run([python, "-c", _HAS, *modules], cwd="/").returncode == 0
+
+
+@cache
+def _forking(python: str, modules: Sequence[str]) -> subprocess.Popen[str]:
+    """A process of an interpreter that runs scripts; it ends when this one does."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [python, str(SCRIPTS / "forking.py"), *modules]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, env=environment, cwd="/", **pipes)
 
 
 def run_script(modules: Sequence[str], script: str, *words: object) -> str:
     """Run a script of `support/elsewhere`; returns what it said."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [interpreter(*modules), str(SCRIPTS / script), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
+    process = _forking(interpreter(*modules), tuple(modules))
+    assert process.stdin and process.stdout
+    process.stdin.write(json.dumps([str(SCRIPTS / script), *map(str, words)]) + "\n")
+    process.stdin.flush()
+    code, said = json.loads(process.stdout.readline())
+    assert code == 0, said[-3000:]
+    return str(said)
 
 
 def peft_logits(

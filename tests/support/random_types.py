@@ -20,6 +20,7 @@ _YARN = {
 _IN_LLAMA_CPP: dict[str, dict[str, object]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3_text": {"query_pre_attn_scalar": 16},
     "olmoe": {"num_key_value_heads": 4},
     "dots1": {"num_key_value_heads": 4},
     "gpt_oss": {"rope_parameters": _YARN},

@@ -109,6 +109,7 @@ AT_LENGTH = (  # scales, filters, parts of heads, norms that add 1, GPT's names,
     *("nemotron", "gpt2", "cohere2", "olmo3", "exaone4", "phi", "gpt_bigcode"),
     # tensors of all layers, and other orders of heads; biases of routers, and first layers without
     *("gemma4_text", "qwen3_5", "gpt_neox", "glm4_moe", "afmoe", "minimax_m2"),
+    "apertus",  # numbers of an activation, which are metadata
 )
 
 

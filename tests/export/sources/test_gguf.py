@@ -150,7 +150,7 @@ def test_bad_gguf_files_are_refused(tmp_path: Path) -> None:
     config, arrays = weights_of("tiny-qwen2")
     path = tmp_path / "m.gguf"
     with pytest.raises(
-        BundleError, match="'mamba' is not supported; supported are afmoe, chatglm, cohere2"
+        BundleError, match="'mamba' is not supported; supported are afmoe, apertus, chatglm"
     ):
         open_checkpoint(str(write_gguf(path, config, arrays, architecture="mamba")))
     for entries in (
@@ -236,7 +236,7 @@ def file_of(
     for name, table in rope_tables(config).items():
         writer.add_tensor(name, table)
     for name, shape in shapes.items():
-        if (stored := name_of(name)) in writer.tensors[0]:
+        if (stored := name_of(name)) is None or stored in writer.tensors[0]:
             continue
         whole = place_of(family, config, name, shape).shape
         array = arrays.get(name, arrays.get(stored, np.zeros(whole, np.float32)))
@@ -338,6 +338,35 @@ def test_a_damaged_number_of_heads_of_linear_attention_is_refused(tmp_path: Path
     file_of(path, "qwen3_5", {}, add, rms_norm_eps=1e-6, linear_key_head_dim=16)
     with pytest.raises(BundleError, match=r"qwen35\.ssm\.group_count = -1 is not supported"):
         open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize("beta", [0.5, [0.5] * 4, [0.5] * 3, ["a"] * 4, None])
+def test_numbers_of_an_activation_are_metadata(tmp_path: Path, beta: Any) -> None:
+    """One for each layer, or one for all, as llama.cpp reads them."""
+    path = tmp_path / "m.gguf"
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        for number, name in enumerate(("alpha_p", "alpha_n", "eps")):
+            writer.add_array(f"xielu.{name}", [number + layer / 4 for layer in range(4)])
+        if isinstance(beta, float):
+            writer.add_float32("xielu.beta", beta)
+        elif beta:
+            writer.add_array("xielu.beta", beta)
+
+    file_of(path, "apertus", {}, add)
+    if beta not in (0.5, [0.5] * 4):
+        with pytest.raises(BundleError, match=r"xielu\.beta must be a number for each layer"):
+            open_checkpoint(str(path))
+        return
+    with open_checkpoint(str(path)) as read:
+        found = [
+            [
+                float(read.rows(f"model.layers.{layer}.mlp.act_fn.{name}", 0, 1)[0])
+                for layer in range(4)
+            ]
+            for name in ("alpha_n", "beta")
+        ]
+    assert found == [[1.0, 1.25, 1.5, 1.75], [0.5] * 4]
 
 
 @pytest.mark.parametrize("groups", [1, 2])
