@@ -36,8 +36,8 @@ class Registers:
     lanes: int  # float32 values of a vector
     vectors: int
     tokens: int
-    strips: int  # of so many columns, that a thread takes at once
-    steps: int  # of the inner dimension, in one pass of the loop
+    strips: int = 1  # of so many columns, that a thread takes at once
+    steps: int = 1  # of the inner dimension, in one pass of the loop
 
     @property
     def width(self) -> int:
@@ -50,7 +50,7 @@ class Registers:
         return self.width * self.strips
 
 
-WIDE, NARROW = Registers(16, 4, 6, 1, 1), Registers(8, 2, 6, 4, 4)  # AVX-512, AVX2
+WIDE, NARROW = Registers(16, 4, 6), Registers(8, 2, 6, 4, 4)  # AVX-512, AVX2
 
 PRODUCT = """
 declare i64 @llvm.umin.i64(i64, i64)
