@@ -7,13 +7,14 @@ up y = f(g). The reference is `runtime.operations.gated_kernel`, whose curves th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import product
 
 from runtime.arrays.compiled_products import registers
 from runtime.arrays.products import Floats
 from runtime.arrays.vector_text import hexadecimal, vector_exp
-from runtime.machine.machine_code import Function, load
+from runtime.machine.machine_code import Function, compile_all, load
 from runtime.machine.threads import Team
 
 PIECE = 8192  # values that a thread takes at once
@@ -99,6 +100,19 @@ SLOPE = """  %rest = fsub {vector} splat (float 1.0), %s
 BACKWARD = """  %d_u = fmul {vector} %d, %u
   %dg = fmul {vector} %d_u, %slope
   %du = fmul {vector} %d, %f"""
+
+KINDS = (
+    (("g", "u"), ("y",)),
+    (("g",), ("y",)),
+    (("g", "u", "d"), ("dg", "du")),
+    (("g", "d"), ("dg",)),
+)
+"""What is given and made: forward and backward, with an up and without."""
+
+
+def compile_for(curves: Iterable[tuple[float, float]]) -> None:
+    """Compile what gates with these factors take, all at once."""
+    compile_all(text_of(factors, *kind) for factors, kind in product(set(curves), KINDS))
 
 
 def gate(team: Team, factors: tuple[float, float], parts: Sequence[Floats], y: Floats) -> None:

@@ -24,9 +24,10 @@ REDUCED = """  %{to}_turns = call {vector} @llvm.fma.v{lanes}f32({vector} %{of},
 TERM = "  %{to}_p{at} = call {vector} @llvm.fma.v{lanes}f32({vector} %{to}_p{before}, {vector} %{to}_rest, {vector} splat (float {c}))"  # noqa: E501
 BOUND = """  %{to}_is_low = fcmp olt {vector} %{of}, splat (float {lowest})
   %{to}_x = select {mask} %{to}_is_low, {vector} splat (float {lowest}), {vector} %{of}"""
-SCALED = """  %{to}_bits = bitcast {vector} %{to}_p0 to {whole}
-  %{to}_moved = add {whole} %{to}_bits, %{to}_exponent
-  %{to} = bitcast {whole} %{to}_moved to {vector}"""
+POWER = """  %{to}_power_bits = add {whole} %{to}_exponent, splat (i32 1065353216)
+  %{to}_power = bitcast {whole} %{to}_power_bits to {vector}"""
+# a product, because the sum of a nan's bits and an exponent may be a number
+SCALED = """  %{to} = fmul {vector} %{to}_p0, %{to}_power"""
 # tanh x = (e**2x - 1) / (e**2x + 1), with e**2x - 1 = 2**n (e**rest - 1) + 2**n - 1
 TANH = """  %{to}_double = fmul {vector} %{of}, splat (float {factor})
   %{to}_is_low = fcmp olt {vector} %{to}_double, splat (float -30.0)
@@ -34,8 +35,6 @@ TANH = """  %{to}_double = fmul {vector} %{of}, splat (float {factor})
   %{to}_is_high = fcmp ogt {vector} %{to}_not_low, splat (float 30.0)
   %{to}_x = select {mask} %{to}_is_high, {vector} splat (float 30.0), {vector} %{to}_not_low"""
 RATIO = """  %{to}_less_one = fmul {vector} %{to}_p1, %{to}_rest
-  %{to}_power_bits = add {whole} %{to}_exponent, splat (i32 1065353216)
-  %{to}_power = bitcast {whole} %{to}_power_bits to {vector}
   %{to}_power_less = fsub {vector} %{to}_power, splat (float 1.0)
   %{to}_above = call {vector} @llvm.fma.v{lanes}f32({vector} %{to}_power, {vector} %{to}_less_one, {vector} %{to}_power_less)
   %{to}_below = fadd {vector} %{to}_above, splat (float 2.0)
@@ -54,7 +53,8 @@ def splat(name: str, type_of: str, lanes: int) -> str:
 
 def vector_exp(of: str, to: str, lanes: int) -> str:
     """e to the values of a vector, of which none is much above 88; below `LOWEST` as at it."""
-    return "\n".join([_format(BOUND, of, to, lanes), *_powers(to, lanes, 0), _scaled(to, lanes)])
+    bound, scaled = _format(BOUND, of, to, lanes), _format(SCALED, to, to, lanes)
+    return "\n".join([bound, *_powers(to, lanes, 0), scaled])
 
 
 def vector_tanh(of: str, to: str, cap: float, lanes: int) -> str:
@@ -70,17 +70,13 @@ def hexadecimal(value: float) -> str:
     return f"0x{bits:016X}"
 
 
-def _scaled(to: str, lanes: int) -> str:
-    return _format(SCALED, to, to, lanes)
-
-
 def _powers(to: str, lanes: int, last: int) -> list[str]:
-    """The polynomial of what is left of TO_x, down to the term `last`."""
+    """The polynomial of what is left of TO_x, down to the term `last`, and the power of two."""
     terms = [
         _format(TERM, to, to, lanes, at=at, before=at + 1, c=hexadecimal(E[at]))
         for at in range(5, last - 1, -1)
     ]
-    return [_format(REDUCED, f"{to}_x", to, lanes), *terms]
+    return [_format(REDUCED, f"{to}_x", to, lanes), *terms, _format(POWER, to, to, lanes)]
 
 
 def _format(text: str, of: str, to: str, lanes: int, **more: str | int) -> str:

@@ -23,7 +23,7 @@ from runtime.arrays.stored import pages
 from runtime.operations.base import Call, Function, Operation, Scope, require
 from runtime.operations.execution import Execution
 from runtime.operations.logits import check_cap
-from runtime.operations.values import CHUNK_TOKENS, F32, Shape, T, is_parameter, shape_at
+from runtime.operations.values import CHUNK_TOKENS, F32, HUGE, Shape, T, is_parameter, shape_at
 
 STARTS = "@starts"  # the value that packed sequences have besides (no program can name it so)
 START_BYTES = 4  # of each token's: the position at which its row starts
@@ -192,7 +192,7 @@ class Attention(Function, frozen=True):
         fits = k[1] == v[1] and q[3] == k[3] and out == (1, q[1], T, v[3])
         require(fits, f"{where} shapes")
         require(int(k[1]) > 0 and int(q[1]) % int(k[1]) == 0, f"{where}: {q[1]} heads on {k[1]}")
-        require(self.scale > 0 and math.isfinite(self.scale), f"{where}: scale {self.scale}")
+        require(0 < self.scale <= HUGE, f"{where}: scale {self.scale}")
         require(self.window is None or self.window > 0, f"{where}: window {self.window}")
         check_cap(where, self.cap)
         good = not self.sinks or (

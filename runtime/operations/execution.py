@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from runtime.arrays.attention_scratch import BLOCK
 from runtime.arrays.stored import ITEM_BYTES, Extent, Graph, Matrix, pages
 from runtime.operations.values import F32
 
@@ -70,6 +71,11 @@ class Execution:
     def in_map(self) -> bool:
         """Whether compiled code multiplies quantized tiles where they lie in the map."""
         return self.compiled and self.compute_dtype == "float32"
+
+    @property
+    def queries(self) -> int:
+        """How many queries attention takes at once: where it is compiled, a block of its own."""
+        return BLOCK if self.in_map else self.attention_block
 
     @property
     def value_dtype(self) -> str:

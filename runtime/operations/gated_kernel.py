@@ -10,7 +10,7 @@ so that intermediate values stay in the processor's cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import quiet, view
-from runtime.arrays.compiled_gates import gate, gate_vjp
+from runtime.arrays.compiled_gates import compile_for, gate, gate_vjp
 from runtime.arrays.values import Gradients, Loras, Values
 from runtime.machine.threads import Team
+from runtime.operations.base import Operation
 from runtime.operations.gated import CHUNK_VALUES, Gated
 from runtime.operations.kernel import Run, Tools
 from runtime.operations.values import is_parameter
@@ -87,6 +88,12 @@ def gate_vjp_into(
             np.multiply(du, d, out=du)
             np.multiply(dg, u, out=dg)
         np.multiply(dg, d, out=dg)
+
+
+def prepare(operations: Iterable[Operation]) -> None:
+    """Compile what the gates among these operations take."""
+    gates = (each for each in operations if isinstance(each, Gated))
+    compile_for(_LOGISTIC[each.activation] for each in gates if each.activation in _LOGISTIC)
 
 
 def _in_order(curve: Curve, arrays: Sequence[Any]) -> list[Floats]:

@@ -5,13 +5,12 @@ The lowering replaces `Head` by it for decoding.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import ClassVar
 
 from runtime.operations.base import Call, Operation, require
 from runtime.operations.execution import Execution
-from runtime.operations.values import F32
+from runtime.operations.values import F32, HUGE
 
 CHOICE_TILE = 16_384  # tokens whose weights a random choice computes at once, in float64
 F64 = 8  # bytes
@@ -73,7 +72,7 @@ def bias_of(matrix: str) -> str:
 
 def check_cap(where: str, cap: float | None) -> None:
     """Check a cap on logits or scores. Raises BundleError."""
-    require(cap is None or (cap > 0 and math.isfinite(cap)), f"{where}: cap {cap}")
+    require(cap is None or 1 / HUGE <= cap <= HUGE, f"{where}: cap {cap}")
 
 
 def choosing_bytes(vocab_size: int) -> int:

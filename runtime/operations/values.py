@@ -13,6 +13,7 @@ DECODED_TOKENS = (1, CHUNK_TOKENS)  # which graphs for decoding take
 POSITION = "@position"  # of the first token decoded, an int32 (no program can name a value so)
 COUNT = "@count"  # of the tokens decoded that are no padding, an int32
 F32 = 4  # bytes of a float32
+HUGE = 1e30  # a float32, as twice its reciprocal is
 
 
 def shape_at(shape: Shape, tokens: int) -> tuple[int, ...]:

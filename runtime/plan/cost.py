@@ -83,7 +83,7 @@ def _layer_seconds(
             total += _product_seconds(execution.bucket, height, width, products) * tiles
             total += _loading_seconds(matrix, execution) * loading
         if operation.by_queries:
-            total += -(-execution.bucket // execution.attention_block) * QUERIES_S
+            total += -(-execution.bucket // execution.queries) * QUERIES_S
     return total
 
 

@@ -23,6 +23,7 @@ from runtime.machine.glibc import place_values, trim_heap
 from runtime.machine.machine_code import why_not_kept
 from runtime.machine.openblas import blas_threads, share_cores
 from runtime.operations.attention_kernel import prepare as prepare_attention
+from runtime.operations.gated_kernel import prepare as prepare_gates
 from runtime.plan.lower import LoweredModel, lower
 from runtime.plan.plan import Plan, choose_bucket
 from runtime.run.traced_graphs import with_graphs
@@ -139,8 +140,11 @@ def open_session(
             threads = blas_threads()
             compiled = Dequantizing(mapped) if by_onednn else MapTiles(mapped, threads)
             compiled.prepare(matrices)
-            if not (by_onednn or plan.context):
-                prepare_attention(chain.from_iterable(each.operations for each in types))
+            if not by_onednn:
+                every = chain.from_iterable(each.operations for each in types)
+                operations = [each.on_device("cpu") for each in every]
+                prepare_gates(operations)
+                prepare_attention([] if plan.context else operations)
         if refusal := why_not_kept():
             note(warning(refusal))
     session = Session(bundle, plan, weights, Graphs(bundle), in_place=in_place, compiled=compiled)

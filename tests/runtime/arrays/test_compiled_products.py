@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from oracles import whole_model as reference
@@ -13,20 +14,23 @@ from support.bfloat16 import require_onednn
 from support.bundles import Rng, Tiny
 from support.compiled import RandomMatrix, require_compiled
 from support.models import CLOSE, adapters_of, mebp, model_of, rows_of
+from support.plans import LINUX, plan_of, task_of
 
-from runtime.arrays import compiled_products, packed_rows
+from runtime.arrays import compiled_attention, compiled_gates, compiled_products, packed_rows
 from runtime.arrays.arrays import CpuArrays
 from runtime.arrays.compiled_products import CompiledProducts, MapTile
 from runtime.arrays.dequantize import dense
 from runtime.arrays.product_text import NARROW, WIDE, Registers, text_of
 from runtime.arrays.products import LowRank
 from runtime.engine.model import Model
+from runtime.machine import machine_code
 from runtime.machine.compiling_process import image
 from runtime.machine.machine_code import compile_all
 from runtime.machine.processor import cpu_flags
 from runtime.machine.threads import prepare
 from runtime.operations import gated_kernel
 from runtime.operations.linear_kernel import LoraProducts
+from runtime.run.session import open_session
 
 SCALES = ("float16", "bfloat16", "float32")
 SETTINGS = list(product((4, 8), (32, 64, 128), ("symmetric", "affine")))
@@ -107,6 +111,19 @@ def test_sums_and_adapters_are_those_of_numpy(
     y = both.by_columns(x, tile, None, added)
     expected = np.array(x).astype(np.float64) @ w.T + np.array(u) @ np.array(a)[2 : 2 + rows].T
     assert reference.relative_error(y, mx.array(expected)) <= CLOSE
+
+
+def test_a_session_compiles_all_that_a_step_takes(
+    tiny: Tiny, rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = tiny("qwen2")
+    machine = msgspec.structs.replace(LINUX, llvm=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for module in (compiled_attention, compiled_gates, compiled_products):
+        module._work.cache_clear()
+    session = open_session(bundle, plan_of(bundle.manifest, task_of(32), machine=machine))
+    monkeypatch.setattr(machine_code, "_compiled", lambda *_: pytest.fail("a text was not there"))
+    mebp(session.model(32), adapters_of(bundle, rng), rows_of(bundle, rng), tmp_path)
 
 
 def test_matrices_that_are_taken_by_columns_take_no_copy_of_a_value(tiny: Tiny, rng: Rng) -> None:

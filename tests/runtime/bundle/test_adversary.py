@@ -93,7 +93,8 @@ LIES: dict[str, list[Any]] = {  # what is said in a place of the manifest
     f"{LAYER}/operations/2/position": [1],
     f"{LAYER}/operations/2/tokenwise": [True],
     f"{LAYER}/operations/3/position": [True],
-    f"{LAYER}/operations/3/scale": [float("nan"), 0, 10**400],
+    f"{LAYER}/operations/3/scale": [float("nan"), 0, 1e39, 10**400],
+    f"{LAYER}/operations/3/cap": [0, 1e-39, 1e39],
     f"{LAYER}/operations/3/window": [0],
     f"{LAYER}/operations/3/inputs": [
         ["attention0.q", "attention0.k"], ["attention0.q", "attention0.k", "attention0.k"],

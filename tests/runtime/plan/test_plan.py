@@ -25,6 +25,7 @@ from runtime.core.units import parse_bytes
 from runtime.machine.backend import PANEL_BYTES, ROW_BYTES, cores, prepare
 from runtime.machine.machine import Machine
 from runtime.operations.values import F32
+from runtime.plan.cost import seconds
 from runtime.plan.lower import Sizes, lower
 from runtime.plan.plan import (
     MARGIN,
@@ -76,6 +77,19 @@ def test_compiled_code_needs_no_copies_and_mapped_weights_that_stay(tiny: Tiny) 
     assert not plan_of(manifest, trained, PLENTY, machine).compiled
     cut = msgspec.structs.replace(manifest, slice=Slice(1, 2, "0" * 64))
     assert not plan_of(cut, task, PLENTY, machine).compiled
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_plans_blocks_of_queries_take_time_where_attention_has_no_own(
+    tiny: Tiny, compiled: bool
+) -> None:
+    planner = Planner(tiny("qwen2").manifest, msgspec.structs.replace(LINUX, llvm=compiled))
+    lowered = (
+        planner.model(task_of(32), replace(LEVELS[0], attention_block=block)).lowered
+        for block in (1, 64)
+    )
+    few, many = (seconds(each, backward=True, lanes=1) for each in lowered)
+    assert few == many if compiled else few > many
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "llama"])
