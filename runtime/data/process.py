@@ -6,15 +6,18 @@ all as JSON. The arguments become what the function's annotations say.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import msgspec
 
+from runtime.core.documents import from_json
 from runtime.core.errors import DataError, OnDeviceError, StorageError, UsageError
 from runtime.data.limits import Limits, confine
 
@@ -50,7 +53,8 @@ def call(
     done = subprocess.run(
         [sys.executable, "-P", "-m", __name__, function],
         env={**os.environ, "PYTHONPATH": paths, **few},
-        input=msgspec.json.encode((limits, arguments), enc_hook=str).decode(),
+        # the standard library's JSON, which holds paths that are not UTF-8 too
+        input=json.dumps(msgspec.to_builtins((limits, arguments), enc_hook=str)),
         capture_output=True,
         encoding="utf-8",
         errors="replace",
@@ -76,9 +80,8 @@ def main(words: list[str] | None = None) -> int:
     module, _, name = function.rpartition(".")
     called = getattr(import_module(module), name)
     *types, _ = get_type_hints(called).values()
-    limits, arguments = msgspec.json.decode(
-        sys.stdin.buffer.read(), type=tuple[Limits | None, list[Any]]
-    )
+    bounds, arguments = from_json(sys.stdin.buffer.read())
+    limits = msgspec.convert(bounds, Limits | None)
     try:
         given = [
             msgspec.convert(argument, of, dec_hook=lambda of, text: of(text))
@@ -86,7 +89,8 @@ def main(words: list[str] | None = None) -> int:
         ]
         if limits is not None:
             confine(limits)
-        result = called(*given)
+        with redirect_stdout(sys.stderr):  # where libraries may write
+            result = msgspec.json.encode(called(*given))
     except OnDeviceError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -98,7 +102,7 @@ def main(words: list[str] | None = None) -> int:
         )
         sys.stderr.write(f"there is not enough memory: {under}\n")
         return DataError.exit_code
-    sys.stdout.write(msgspec.json.encode(result).decode())
+    sys.stdout.buffer.write(result)
     return 0
 
 

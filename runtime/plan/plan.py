@@ -330,7 +330,7 @@ class Planner:
             cache_bytes=held.cache_bytes,
             mapped_value_bytes=model.mapped_value,
             value_bytes=model.largest_whole_value,
-            scratch_disk_bytes=_scratch_bytes(self.manifest, task, model),
+            scratch_disk_bytes=_scratch_bytes(self.manifest, task, model, 0),
             bucket=task.request.bucket,
             rows=task.request.rows,
             accumulation=task.request.accumulation,
@@ -347,7 +347,7 @@ class Planner:
             evaluation_lanes=evaluation_lanes,
             kept_layers=0,
             kept_bytes=0,
-            stored_values=_stored_values(task, model),
+            stored_values=_stored_values(task, model, 0),
             materialized_layers=0,
             materialized_bytes=0,
             blocks=peak.blocks,
@@ -603,6 +603,8 @@ class Planner:
             kept_layers=counts[0],
             kept_products=counts[1],
             kept_mlps=counts[2],
+            stored_values=_stored_values(task, model, counts[0]),
+            scratch_disk_bytes=_scratch_bytes(self.manifest, task, model, counts[0]),
             kept_bytes=kept_bytes,
             materialized_layers=materialized,
             materialized_bytes=materialized_bytes,
@@ -665,10 +667,10 @@ def _free_lanes(task: Task, model: PeakModel, lanes: int, held: Held) -> tuple[i
     return lanes, evaluation_lanes
 
 
-def _stored_values(task: Task, model: PeakModel) -> int:
-    """How many values of layers a file holds between their forward and their backward."""
+def _stored_values(task: Task, model: PeakModel, kept: int) -> int:
+    """How many values of layers a file holds for their backward; `kept` layers need no file."""
     each = model.lowered.stored_values if task.demand.backward else 0
-    return each * len(model.lowered.layers)
+    return each * (len(model.lowered.layers) - kept)
 
 
 def _worth(savings: Sequence[tuple[float, int]]) -> list[int]:
@@ -686,13 +688,14 @@ def _worth(savings: Sequence[tuple[float, int]]) -> list[int]:
     return [way for way, saved, _ in groups if saved > 0]
 
 
-def _scratch_bytes(manifest: Manifest, task: Task, model: PeakModel) -> int:
+def _scratch_bytes(manifest: Manifest, task: Task, model: PeakModel, kept: int) -> int:
     """Bytes of a run's scratch files: activations, adapters, optimizer state, gradients.
 
+    The last `kept` layers keep activations in memory.
     Where all weights are trained, the slots that hold them count as well.
     """
     slots = len(manifest.blocks) if task.demand.slots is None else task.demand.slots
-    slots += _stored_values(task, model)
+    slots += _stored_values(task, model, kept)
     row_bytes = task.request.bucket * manifest.widest * F32
     trained = model.adapters.all if task.demand.trains else 0
     copies = 1 + task.demand.moments + task.demand.stores_gradients

@@ -239,6 +239,10 @@ def test_layers_keep_the_values_of_whole_mlps(tiny: Tiny) -> None:
     least = plan_of(manifest, task, rich.minimum_bytes)
     assert least.slice_columns and least.kept_layers < layers
     assert rich.kept == (layers, layers, layers)
+    for plan in (rich, least):  # no file holds what a layer keeps in memory
+        assert plan.stored_values == layers - plan.kept_layers
+    stored = (least.stored_values - rich.stored_values) * 1024 * manifest.widest * F32
+    assert least.scratch_disk_bytes - rich.scratch_disk_bytes == stored > 0
     for method in ("mezo", EVAL):
         assert plan_of(manifest, task_of(1024, method), 10**10).slice_columns
 
