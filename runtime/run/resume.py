@@ -207,8 +207,11 @@ def _plan_again(
         _say_facts(stored, made, events)
         return made
     chosen = make_plan(manifest, machine, wanted)
-    differs = chosen.sizes != stored.sizes or chosen.bucket != stored.bucket
-    last_bits = "; other tile sizes may change its last bits" if differs else ""
+    rounds, before = (
+        (plan.sizes, plan.bucket, plan.kept_products)  # MLPs there are not sliced
+        for plan in (chosen, stored)
+    )
+    last_bits = "; other slices or tile sizes may change its last bits" if rounds != before else ""
     events.note(f"the run is planned anew: {reason}{last_bits}")
     return chosen
 

@@ -164,6 +164,23 @@ def test_the_plan_of_the_run_decides_and_not_the_machine(
         assert load_file(stopped / "adapters.safetensors")[name] == pytest.approx(value, abs=1e-4)
 
 
+@pytest.mark.parametrize("name", ["attention_block", "kept_products", "kept_layers"])
+def test_a_new_plan_that_rounds_otherwise_says_so(
+    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """An MLP in slices rounds otherwise than a whole one; what else is kept changes no bit."""
+    on(monkeypatch)
+    before = plan_in(stopped)
+    assert before.kept_products
+    least = {"kept_layers": before.kept_layers, name: getattr(before, name) - 1}
+    other = msgspec.structs.replace(before, **{"kept_products": 0, "kept_mlps": 0, **least})
+    monkeypatch.setattr(resume, "make_plan", lambda *wanted: other)
+    stored = msgspec.structs.replace(other, **{name: getattr(before, name)})
+    replaced(stopped, "plan.json", json.dumps(stored.to_json()))
+    _, said = resumed(stopped, "41MB")
+    assert "planned anew" in said and ("last bits" in said) == (name != "kept_layers")
+
+
 def test_another_budget_is_planned_anew_and_said(
     runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
