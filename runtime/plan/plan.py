@@ -45,6 +45,7 @@ DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
 PRODUCTS_BYTES = 2_500_000  # oneDNN's code for all shapes that are multiplied, and its scratchpad
 OWN_BYTES = 60_000  # of a thread that multiplies: its panel of weights, and its stack
+TEXT_BYTES = 200_000  # of the heap, which the texts of compiled code leave in pieces
 THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 # The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %
@@ -444,7 +445,7 @@ class Planner:
         nbytes = self.machine.process_bytes
         if execution.in_map:
             nbytes += min(blas.panel_bytes, model.largest_whole_value)
-            nbytes += blas.threads * OWN_BYTES
+            nbytes += blas.threads * OWN_BYTES + TEXT_BYTES
         elif execution.by_onednn:  # the BLAS has one thread
             nbytes += panel + PRODUCTS_BYTES
         else:
