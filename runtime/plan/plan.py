@@ -360,10 +360,18 @@ class Planner:
         )
 
     def peak_of(self, plan: Plan, task: Task) -> int:
-        """The peak of an earlier plan, with the process memory of the current machine value."""
+        """The peak of an earlier plan on this machine.
+
+        It has the process memory of this machine, and what its threads take beyond what was alive.
+        """
         model = self.model(task, plan.sizes)
         others = plan.predicted_peak_bytes - plan.process_bytes
-        return others + self._process_bytes(task, model)
+        layers = [
+            model.block(index, plan.lanes) for index in range(1, len(model.lowered.blocks) - 1)
+        ]
+        more = model.adapters.only_in_layers  # which lanes may take besides, see `_free_lanes`
+        alive = max(max(each.backward_bytes, each.forward_bytes - more) for each in layers)
+        return others + max(0, alive - plan.live_bytes) + self._process_bytes(task, model)
 
     def again(self, plan: Plan, task: Task) -> Plan:
         """What a planner makes of an earlier plan's choices: an equal plan, if it made that one.

@@ -13,12 +13,14 @@ from support.bundles import Tiny
 from support.plans import LINUX, plan_of, task_of
 from support.runs import adapter, replaced
 
+from runtime.arrays.attention_scratch import scratch_values
 from runtime.config.base import load
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError, BundleError, UsageError
 from runtime.machine.backend import arithmetic
 from runtime.machine.footprint import Meter
-from runtime.machine.machine import Heap, Machine
+from runtime.machine.machine import Blas, Heap, Machine
+from runtime.operations.values import F32
 from runtime.plan.plan import FACTS, Plan, Planner
 from runtime.plan.sizes import LEVELS
 from runtime.run import budget, resume, start
@@ -360,3 +362,23 @@ def test_a_worker_without_compiled_code_refuses_a_plan_that_takes_it(tiny: Tiny)
     assert budget.plan_of_first(chosen, manifest, compiled, wanted) == chosen
     with pytest.raises(UsageError, match=r"by compiled code: .*leave this machine out"):
         budget.plan_of_first(chosen, manifest, LINUX, wanted)
+
+
+@pytest.mark.parametrize("method", ["mebp", "mezo"])
+def test_a_workers_own_threads_count(tiny: Tiny, method: str) -> None:
+    """Each has scratch in attention's compiled code, where rank 0 has fewer."""
+    manifest = tiny("gemma3").manifest
+    task = task_of(32, method)
+    one, many = (
+        msgspec.structs.replace(LINUX, llvm=True, blas=Blas(count, 0, 0)) for count in (1, 64)
+    )
+    chosen = plan_of(manifest, task, machine=one)
+    assert Planner(manifest, one).peak_of(chosen, task) == chosen.predicted_peak_bytes
+    scratch = scratch_values(32, 32, backward=method == "mebp") * F32
+    more = Planner(manifest, many).peak_of(chosen, task) - chosen.predicted_peak_bytes
+    assert more > 64 * scratch - chosen.live_bytes
+    wanted = budget.Wanted(task.request, task.demand, chosen.predicted_peak_bytes + more - 1)
+    chosen = msgspec.structs.replace(chosen, budget_bytes=wanted.budget_bytes)
+    assert budget.plan_of_first(chosen, manifest, one, wanted) == chosen
+    with pytest.raises(BudgetError, match="does not fit here: it would take"):
+        budget.plan_of_first(chosen, manifest, many, wanted)
