@@ -2,10 +2,9 @@
 
 Forward block by block, keeping only each block's input, and what memory and files have room for;
 then the blocks in reverse, each recomputing the other values of its backward: `Backprop.gradients`
-has the algorithm. All rows of a
-micro-batch visit a block together, so a block's gradients are complete, applied and freed before
-the next block's backward begins. With clipping they go to a scratch file instead, and are applied
-once their norm is known.
+has the algorithm. All rows of a micro-batch visit a block together, so a block's gradients are
+complete, applied and freed before the next block's backward begins. With clipping they go to a
+scratch file instead, and are applied once their norm is known.
 
 Several workers share out the rows of a step (data parallelism). Each adds up the gradients of its
 rows, block by block; a layer's are summed over all workers while the next block's backward runs.

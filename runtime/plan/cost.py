@@ -68,9 +68,9 @@ def _recomputed_values(layer: LoweredBlock, keeping: Keeping, execution: Executi
 def _layer_seconds(
     layer: LoweredBlock, schedule: Iterable[Instruction], execution: Execution, loading: float
 ) -> float:
-    """The products with a layer's matrices, and a share `loading` of reading and dequantizing.
+    """Of a layer's products, and a share `loading` of reading and dequantizing their matrices.
 
-    Besides there are blocks of queries.
+    Each block of queries that attends adds a constant.
     """
     total = 0.0
     for instruction in schedule:

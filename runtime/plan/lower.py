@@ -39,10 +39,9 @@ class Sizes:
     `tile_values` bounds the values of a matrix that are dequantized at once, `attention_block` the
     queries whose attention scores exist at once. With `slices`, an MLP takes a slice of its width
     at a time, and backward, where most is in memory, matrices in it have at most `slice_values`
-    values (0: as `tile_values`).
-    With `materialize_blocks`, dequantized weights stay until their block is done.
-    `chunk_rows` is how many rows of the vocabulary the head takes at once, 0 for as many as
-    `tile_values` allows.
+    values (0: as `tile_values`). With `materialize_blocks`, dequantized weights stay until their
+    block is done. `chunk_rows` is how many rows of the vocabulary the head takes at once, 0 for as
+    many as `tile_values` allows.
     `cache_bytes` limits MLX's own cache, where it has one. On a GPU a block's forward or backward,
     or each operation in it, can be one `evaluation`. With `in_place` tokens that are decoded are
     multiplied by the weights where they lie.
@@ -80,9 +79,10 @@ class LoweredBlock:
     `forward` computes the output. `backward` computes the gradient of the input (except in the
     first layer with an adapter, where nothing reads it) from the input and the gradient of the
     output, and recomputes what else it reads. Layers before that one have no backward.
-    `keeping` has the ways to recompute less, each of which keeps all that the one before it keeps:
-    a few values that a file holds; all values; those inside an MLP too, which then is not sliced,
-    but for its activation; and that. Where no MLP is sliced, there are the first two.
+    `keeping` has the ways to recompute less. Each keeps all that the one before it keeps. The first
+    keeps a few values, which a file holds, and the second all values outside of an MLP that is
+    sliced. The third takes that MLP whole, and keeps its products; the fourth keeps its activation
+    as well. Where no MLP is sliced, there are the first two.
     `head` is the operation that passes over the vocabulary, in the last block.
     A block that decodes has a forward only. `alike` is the index of the first block that runs the
     same instructions over matrices of the same sizes.

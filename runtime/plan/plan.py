@@ -685,8 +685,9 @@ def _stored_values(task: Task, model: PeakModel, kept: int) -> int:
 def _worth(savings: Sequence[tuple[float, int]]) -> list[int]:
     """The ways to keep values, from 1, up to which layers keep them one after another.
 
-    Of the seconds and bytes of each way those are left out, and taken together with the next, that
-    save less for a byte than the next does; and the last ones, if they save nothing.
+    `savings` has the seconds and the bytes of each way. A way that saves less for a byte than the
+    next one is joined with it, and layers go through both together. Ways at the end that save
+    nothing are left out.
     """
     groups: list[tuple[int, float, int]] = []
     for way, (saved, nbytes) in enumerate(savings, start=1):
@@ -700,8 +701,8 @@ def _worth(savings: Sequence[tuple[float, int]]) -> list[int]:
 def _scratch_bytes(manifest: Manifest, task: Task, model: PeakModel, kept: int) -> int:
     """Bytes of a run's scratch files: activations, adapters, optimizer state, gradients.
 
-    The last `kept` layers keep activations in memory.
-    Where all weights are trained, the slots that hold them count as well.
+    The last `kept` layers keep activations in memory. Where all weights are trained, the slots that
+    hold them count as well.
     """
     slots = len(manifest.blocks) if task.demand.slots is None else task.demand.slots
     slots += _stored_values(task, model, kept)
