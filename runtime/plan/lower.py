@@ -221,11 +221,14 @@ def lower(
 
 
 def lower_blocks(manifest: Manifest, sizes: Sizes, context: int = 0) -> tuple[LoweredBlock, ...]:
-    """All blocks, which depend on `sizes.ways` alone."""
+    """All blocks, which depend on `sizes.ways` alone; no MLP is sliced where none can be."""
     known: dict[tuple[str, frozenset[str], bool], LoweredBlock] = {}
     indices: dict[object, int] = {}
     blocks = []
     first = manifest.first_adapted
+    programs = {name: each.program(manifest.device) for name, each in manifest.block_types.items()}
+    if sizes.slices and all(fold(each) == each for each in programs.values()):
+        sizes = replace(sizes, slices=False)
     for index, block in enumerate(manifest.blocks):
         adapted = frozenset(manifest.adapted(block))
         input_wanted = index > first  # nothing is trained before it

@@ -312,15 +312,19 @@ def test_the_budget_that_a_refusal_names_is_accepted(
 
 
 @pytest.mark.parametrize(
-    ("machine", "method"), [(LINUX, "mebp"), (LINUX, "mezo"), (LINUX, EVAL), (MAC, "mebp")]
-)
-def test_a_plan_follows_from_its_own_choices(tiny: Tiny, machine: Machine, method: str) -> None:
+    ("family", "machine", "method"),
+    [("gemma3", LINUX, "mebp"), ("gemma3", LINUX, "mezo"), ("gemma3", LINUX, EVAL),
+     ("gemma3", MAC, "mebp"), ("qwen3-moe", LINUX, "mebp"), ("qwen3_5", LINUX, "mebp")],
+)  # fmt: skip
+def test_a_plan_follows_from_its_own_choices(
+    tiny: Tiny, family: str, machine: Machine, method: str
+) -> None:
     """In a process of any size, with any number of threads: but for the smallest budget."""
-    manifest, task = tiny("gemma3").manifest, task_of(64, method, rows=2)
+    manifest, task = tiny(family).manifest, task_of(64, method, rows=2)
     smallest = plan_of(manifest, task, PLENTY, machine).minimum_bytes
     blas = msgspec.structs.replace(machine.blas, threads=3)
     other = msgspec.structs.replace(machine, process_bytes=1_000_000, blas=blas)
-    for budget in (smallest, PLENTY):
+    for budget in (smallest, 2 * smallest, PLENTY):
         plan = plan_of(manifest, task, budget, machine)
         assert Planner(manifest, machine).again(plan, task) == plan
         assert not deciding_differences(plan, Planner(manifest, other).again(plan, task))
