@@ -8,6 +8,9 @@ from pathlib import Path
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
+LFS_POINTER = b"version https://git-lfs"  # begins what git writes where Git LFS is not installed
+FETCH = "a pointer of Git LFS: fetch the file itself by git lfs pull"
+
 
 class Kind(StrEnum):
     """The kinds of things at a path, in words."""

@@ -60,8 +60,8 @@ def as_text(value: object) -> object:
 def checked_messages(messages: object, words: Collection[str] = ()) -> Messages:
     """`messages` with text contents, without empty fields, and with tools' arguments as objects.
 
-    Content may be a list of text parts. Roles become those of `ROLES`, but for one that the
-    template has among its `words`. Raises ValueError, naming the message.
+    Content may be a list of texts, or of parts that are text. Roles become those of `ROLES`, but
+    for one that the template has among its `words`. Raises ValueError, naming the message.
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages is not a list with messages in it")
@@ -71,12 +71,21 @@ def checked_messages(messages: object, words: Collection[str] = ()) -> Messages:
 def checked_tools(tools: object) -> Messages | None:
     """`tools` as a list of objects, also where they are given as JSON text. Raises ValueError."""
     if isinstance(tools, str):
-        tools = from_json_once(tools) if tools.strip() else None
+        tools = _decoded(tools) if tools.strip() else None
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("tools is not a list of declarations")
     return [cleaned(tool) for tool in tools]
+
+
+def _decoded(tools: str) -> object:
+    try:
+        return from_json_once(tools)
+    except RepeatedKeyError as error:
+        raise ValueError(f"its tools are JSON text in which {error}") from error
+    except ValueError:
+        raise ValueError(f"its tools are text that is no JSON: {tools!r:.80}") from None
 
 
 def _is_empty(value: object) -> bool:
@@ -109,6 +118,8 @@ def _listed(number: int, calls: object) -> list[Any]:
 
 
 def _part(number: int, part: object) -> str:
+    if isinstance(part, str):
+        return part
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
     if not isinstance(text, str):
         raise ValueError(f"message {number} has a part that is not text; models here read text")

@@ -37,7 +37,10 @@ RECORD = {
 }
 """The keys that are read, by the format of the record."""
 VERDICTS = ("label", "kto_tag")
-"""Keys of KTO's rows, in any format: false marks an answer that is not to be learnt."""
+"""Keys of KTO's rows, in any format: false marks an answer that is not to be learnt.
+
+Where `--columns` names one of them, it is what the row is read from, and no such mark.
+"""
 MESSAGE = frozenset({"role", "content", "tool_calls"})
 SCORED = ("weight", "train", "training", "loss")
 """Keys of a message that say whether it is scored (OpenAI and Mistral, axolotl, ms-swift)."""
@@ -140,6 +143,8 @@ def recognise(record: object, columns: dict[str, str], has_template: bool) -> Re
         lost.append("'functions' beside 'tools', of which only 'tools' is read")
     dropped = ""
     for key in VERDICTS:
+        if key in columns.values():  # it is the answer, say
+            continue
         verdict = str(row.get(key, True)).lower()
         if name in _PAIRS:  # of KTO; beside a text, 0 and 1 are classes
             verdict = _BITS.get(verdict, verdict)
@@ -183,9 +188,13 @@ def _example(row: Record, has_template: bool) -> tuple[str, Example]:
     raise ValueError(f"{EXPECTED}; it has {_shown(row)}")
 
 
+_NO_TEXT = {dict: " (an object)", list: " (a list)", bool: " (true or false)"}
+
+
 def _shown(record: Record) -> str:
-    """The names of a record's fields, for a message."""
-    return ", ".join(f"{key!r:.40}" for key in list(record)[:9]) or "no field with a value"
+    """The names of a record's fields, for a message; and of those without text, their kind."""
+    shown = [f"{key!r:.40}{_NO_TEXT.get(type(value), '')}" for key, value in record.items()]
+    return ", ".join(shown[:9]) or "no field with a value"
 
 
 def _renamed(record: Record, columns: dict[str, str]) -> Record:

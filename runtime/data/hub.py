@@ -23,10 +23,10 @@ _ID = re.compile(
 )
 FOLDER = "dataset-"  # begins the name of the folder that a dataset is written to
 ROWS = "rows.jsonl"  # of one split that was asked for
-NAMES = {  # our files, and the splits of datasets
-    "train.jsonl": ("train",),
-    "valid.jsonl": ("validation", "valid", "val", "dev"),
-    "test.jsonl": ("test",),
+NAMES = {  # our names of splits, and those of datasets and of files in folders
+    "train": ("train",),
+    "valid": ("validation", "valid", "val", "dev"),
+    "test": ("test",),
 }
 
 
@@ -95,8 +95,8 @@ def load(dataset: HubDataset) -> dict[str, Iterable[Mapping[str, Any]]]:
     if dataset.split:
         return {ROWS: loaded}
     files = {
-        file: loaded[name]
-        for file, names in NAMES.items()
+        f"{ours}.jsonl": loaded[name]
+        for ours, names in NAMES.items()
         if (name := next((split for split in names if split in loaded), None)) is not None
     }
     if not files:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from runtime.core.documents import from_json_once, from_json_values
 from runtime.core.errors import DataError
+from runtime.core.lookalikes import FETCH, LFS_POINTER
 from runtime.core.notes import Note, silent
 
 Records = Iterator[tuple[str, object]]
@@ -125,12 +126,18 @@ def _loaded(text: str | bytes) -> object:
     except UnicodeDecodeError as error:
         return ValueError(f"{error}; save the file in UTF-8")
     except ValueError as error:
-        is_python = text.lstrip()[:2] in ("{'", b"{'")
-        return ValueError(
-            f"{error}; it is Python's notation: write it with json.dumps"
-            if is_python
-            else str(error)
-        )
+        return ValueError(f"{error}{_hint(text if isinstance(text, bytes) else text.encode())}")
+
+
+def _hint(text: bytes) -> str:
+    """The likely cause why a text is no JSON; empty where none is known."""
+    if text.lstrip().startswith(b"{'"):
+        return "; it is Python's notation: write it with json.dumps"
+    if text.rstrip().endswith(b"},"):
+        return "; there is a comma after it: leave that out"
+    if text.startswith(LFS_POINTER):
+        return f"; it is {FETCH}"
+    return ""
 
 
 def _one_after_another(text: str) -> list[object]:

@@ -19,7 +19,7 @@ from runtime.config.shared import (
 )
 from runtime.core.errors import DataError
 from runtime.core.paths import text_path
-from runtime.data.hub import located
+from runtime.data.hub import NAMES, located
 from runtime.data.limits import Limits
 from runtime.data.process import call
 from runtime.data.records import TEXT, suffix_of
@@ -57,20 +57,26 @@ def reading_of(config: DataOptions, valid_split: str | None = None) -> Reading:
 def split_file(data: str | Path, split: str) -> Path | None:
     """The file that holds `split` (train, valid or test); None if a directory has none.
 
-    A file is itself, whatever the split. Raises DataError if nothing is at `data`, or where
-    a directory has the split twice, UsageError if the path is not valid UTF-8.
+    A file is itself, whatever the split. Raises DataError if nothing is at `data`, or no file
+    that can be read twice, or where a directory has the split twice, UsageError if the path is
+    not valid UTF-8.
     """
     path = text_path(data)
     if path.is_file():
         return path
     if not path.is_dir():
+        if path.exists():
+            raise DataError(
+                f"{path} is no file or folder but a pipe or a device, and data are read more than "
+                "once; save them to a file"
+            )
         raise DataError(
             f"no data at {path}; give {DATA_FILE}, a folder, {HUB_DATA}, or random:SEED"
         )
     files = [
         file
         for file in sorted(path.iterdir())
-        if file.stem == split and suffix_of(file) in DATA_SUFFIXES and file.is_file()
+        if file.stem in NAMES[split] and suffix_of(file) in DATA_SUFFIXES and file.is_file()
     ]
     if len(files) > 1:
         raise DataError(

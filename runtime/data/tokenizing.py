@@ -264,8 +264,10 @@ def held_out_below(digests: Iterable[int], share: float) -> int:
         return 0
     bound = ordered[max(1, round(share * len(ordered))) - 1] + 1
     if bound > ordered[-1]:
+        rows = "1 row" if len(ordered) == 1 else f"{len(ordered)} rows"
         raise DataError(
-            f"--valid-split {share:.0%} of {len(ordered)} rows leaves none to train on that differs"
+            f"--valid-split {share:.0%} of {rows} holds out all, since equal rows stay together; "
+            "give more rows that differ, or --eval-data in its place"
         )
     return bound
 

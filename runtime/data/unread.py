@@ -67,6 +67,7 @@ def in_messages(given: object, messages: Messages, encoder: TextEncoder) -> list
         f"the field {key!r} in a part of a message, which is not read"
         for message in (given if isinstance(given, list) else [])
         for part in (message.get("content") if isinstance(message.get("content"), list) else [])
+        if isinstance(part, dict)
         for key in not_read(part, PART)
     ]
     for message in messages:

@@ -212,7 +212,7 @@ def test_messages_are_read_as_the_formats_of_others_hold_them(tmp_path: Path) ->
     )
     call = {"type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}}
     said = [
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, "b"]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "12", "tool_calls": None},
     ]

@@ -100,6 +100,13 @@ def test_columns_name_other_fields(bundle: Path) -> None:
         read(bundle, [{"question": "a?"}], reading)
 
 
+def test_a_column_that_is_named_is_no_mark_of_answers(bundle: Path) -> None:
+    reading = Reading(columns={"prompt": "sentence", "completion": "label"})
+    rows = read(bundle, [{"sentence": "a", "label": bit} for bit in (0, 1, "false")], reading)
+    assert [scored for _, scored in texts(rows)] == ["0<eos>", "1<eos>", "false<eos>"]
+    assert (rows.report.dropped, rows.report.lost) == ({}, {})
+
+
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
@@ -111,7 +118,16 @@ def test_columns_name_other_fields(bundle: Path) -> None:
         ({"conversations": [{"from": [], "value": "x"}]}, "message 1 has no role"),
         ({"conversations": [{"from": "human"}]}, "message 1 has no content"),
         ({"instruction": "x"}, "expected .*Alpaca's .*ShareGPT's .*--columns"),
-        ({"prompt": ASKED, "completion": "x"}, "expected "),
+        ({"prompt": ASKED, "completion": "x"}, r"expected .*it has 'prompt' \(a list\), 'complet"),
+        (
+            {"translation": {"en": "x"}, "good": True},
+            r"expected .*'translation' \(an object\), 'go",
+        ),
+        ({"messages": ASKED + ANSWER, "tools": "none"}, "its tools are text that is no JSON: 'no"),
+        (
+            {"messages": ASKED + ANSWER, "tools": '[{"a": 1, "a": 2}]'},
+            "its tools are JSON text in which it has the key 'a' twice",
+        ),
     ],
 )
 def test_fields_that_fit_nothing_are_refused(bundle: Path, row: object, complaint: str) -> None:
@@ -230,6 +246,8 @@ def test_a_list_in_python_s_notation_is_refused(bundle: Path) -> None:
     ("line", "complaint"),
     [
         (b"{'text': 'a'}", "line 1: .*it is Python's notation: write it with json.dumps"),
+        (b'{"text": "a"},', "line 1: .*; there is a comma after it: leave that out"),
+        (b"version https://git-lfs.github.com/spec/v1", "line 1: .*a pointer of Git LFS: fetch"),
         (b'{"text": "a", "text": "b"}', "line 1: it has the key 'text' twice"),
         (b'{"text": "\xe9"}', "line 1: .*save the file in UTF-8"),
     ],
@@ -330,5 +348,5 @@ def test_a_split_is_by_content_and_complete(bundle: Path, tmp_path: Path, suffix
 
 
 def test_a_split_that_leaves_nothing_is_refused(bundle: Path) -> None:
-    with pytest.raises(DataError, match="--valid-split 5% of 3 rows leaves none to train on"):
+    with pytest.raises(DataError, match="--valid-split 5% of 3 rows holds out all, since"):
         read(bundle, [{"text": "same"}] * 3, Reading(valid_share=0.05))

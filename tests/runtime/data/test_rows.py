@@ -39,9 +39,24 @@ def test_where_a_split_is_found(tmp_path: Path) -> None:
         prepare_tokens(tmp_path, tmp_path, "test", 4, tmp_path / "out")
     with pytest.raises(DataError, match="no data at"):
         split_file(tmp_path / "none", "train")
+    (tmp_path / "dev.csv").touch()
+    with pytest.raises(DataError, match=r"has dev\.csv and valid\.jsonl; keep one"):
+        split_file(tmp_path, "valid")
+    (tmp_path / "valid.jsonl").unlink()
+    for name in ("dev.csv", "val.csv", "validation.csv"):
+        found = split_file(tmp_path, "valid")
+        assert found is not None and found.name == name
+        found.rename(tmp_path / {"dev.csv": "val.csv"}.get(name, "validation.csv"))
     (tmp_path / "train.jsonl").touch()
     with pytest.raises(DataError, match=r"has train\.jsonl and train\.txt"):
         split_file(tmp_path, "train")
+
+
+def test_a_pipe_is_refused_since_data_are_read_more_than_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for place in (tmp_path / "pipe.jsonl", Path("/dev/null")):
+        with pytest.raises(DataError, match="is no file or folder but a pipe or a device"):
+            split_file(place, "train")
 
 
 def test_the_bytes_of_a_token_file(tmp_path: Path) -> None:
