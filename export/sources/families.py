@@ -54,7 +54,10 @@ def check_architecture(raw: dict[str, Any], where: str) -> str:
 
     given = raw.get("model_type")
     if not isinstance(given, str):
-        raise BundleError(f"{where}: architecture {given!r} is not supported")
+        raise BundleError(
+            f"{where}: model_type is {given!r:.40} and names no architecture; get the config.json "
+            "of the checkpoint for transformers"
+        )
     family: str = {**MODEL_REMAPPING, **TEXT_TYPES}.get(given, given)
     if text := text_settings(raw, where):
         family = text_family(family, text.get("model_type"))

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError
 from runtime.core.files import read_small
+from runtime.core.lookalikes import FETCH, LFS_POINTER
 
 INDEX = "model.safetensors.index.json"
 _MOST_JSON_BYTES = 64 << 20  # far above any index of tensors
@@ -171,6 +172,8 @@ class SafetensorsFile:
             file = cast("Any", safe_open(path, framework="numpy"))
             slices = {name: file.get_slice(name) for name in sorted(file.keys())}
         except SafetensorError as problem:
+            if _is_pointer(path):
+                raise BundleError(f"{path}: it is {FETCH}") from None
             reason = str(problem).removeprefix("Error while deserializing header: ")
             raise BundleError(
                 f"{path}: truncated or damaged, {self.bytes} bytes that are not a whole "
@@ -187,9 +190,7 @@ def open_shards(folder: Path) -> list[SafetensorsFile]:
     weight_map = _weight_map(folder / INDEX)
     names = sorted({str(name) for name in weight_map.values()}) or _names_without_index(folder)
     if not names:
-        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pth"))
-        way_out = "; pickled weights are not read: transformers' save_pretrained converts them"
-        raise BundleError(f"{folder}: no model*.safetensors{way_out if pickled else ''}")
+        raise BundleError(f"{folder}: no model*.safetensors; {_without_weights(folder)}")
     files: dict[str, SafetensorsFile] = {}
     for name in names:
         if Path(name).name != name or name in ("", ".", ".."):
@@ -209,6 +210,20 @@ def open_shards(folder: Path) -> list[SafetensorsFile]:
                 "both again"
             )
     return list(files.values())
+
+
+def _without_weights(folder: Path) -> str:
+    """The way out where a folder has no weight files of transformers' names."""
+    if others := sorted(path.name for path in folder.glob("*.safetensors")):
+        return f"{others[0]} is of another program; get the files for transformers"
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        return "pickled weights are not read: transformers' save_pretrained converts them"
+    return "the download may be incomplete"
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def _weight_map(index: Path) -> dict[str, Any]:

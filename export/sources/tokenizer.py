@@ -139,7 +139,9 @@ def _built(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
         if lost := _lost(folder, theirs):
             raise ValueError(f"it would lack {lost[0]!r:.40} and {len(lost) - 1} others")
         content = theirs.backend_tokenizer.to_str().encode()
-    except Exception as problem:  # each sort of file fails in its own way
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as problem:  # each sort of file fails in its own way, some by a panic
         reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
         raise BundleError(
             f"{folder} has {', '.join(names)} and no {VOCABULARY}, and transformers "

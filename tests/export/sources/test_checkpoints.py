@@ -261,14 +261,14 @@ OF_NORM |= {f"model.norm.{part}": np.zeros(2, np.float32) for part in ("scales",
     ("spoil", "message"),
     [
         (put(model_type="none"), "'none' is not supported: mlx-lm has no class for it"),
-        (put(model_type=None), "not supported"),
+        (put(model_type=None), "model_type is None and names"),
         (put(hidden_size=0), "hidden_size"),
         (put(num_hidden_layers=10**9), "from 1 to 1024"),
         (put(hidden_act="relu"), "hidden_act = 'relu'"),
         (put(num_attention_heads=0), "num_attention_heads"),
         (put(rope_scaling={"rope_type": "magic"}), "rope_type 'magic'"),
         (put(rms_norm_eps={}), "'rms_norm_eps' expected float, got dict"),
-        (put(model_type=[]), r"architecture \[\] is not supported"),
+        (put(model_type=[]), r"model_type is \[\] and names no architecture"),
         (put(rope_parameters=[1]), "cannot be understood"),
         (drop("model.norm.weight"), "1 of .* missing: model.norm.weight"),
         (put(intermediate_size=256), "wrong shape.*implies"),
@@ -343,6 +343,9 @@ def test_missing_and_truncated_files(tmp_path: Path) -> None:
         second.write_bytes(content[:size])
         with pytest.raises(BundleError, match="truncated"):
             open_checkpoint(str(folder))
+    second.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(BundleError, match=f"{second.name}: it is a pointer of Git LFS: fetch"):
+        open_checkpoint(str(folder))
     second.write_bytes(struct.pack("<Q", 8) + b"not json")
     with pytest.raises(BundleError, match="invalid JSON"):
         open_checkpoint(str(folder))
@@ -368,6 +371,24 @@ def test_missing_and_truncated_files(tmp_path: Path) -> None:
         open_checkpoint(str(folder))
     (folder / "config.json").unlink()
     with pytest.raises(BundleError, match=r"config\.json: missing"):
+        open_checkpoint(str(folder))
+
+
+def test_folders_without_weights_of_transformers(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+    folder = write_folder(tmp_path / "m", config, arrays)
+    weights = folder / "model.safetensors"
+    for name, way_out in [
+        ("consolidated.safetensors", "consolidated.safetensors is of another program; get"),
+        ("pytorch_model.bin", "pickled weights are not read: transformers' save_pretrained"),
+        ("notes.txt", "the download may be incomplete"),
+    ]:
+        weights = weights.rename(folder / name)
+        with pytest.raises(BundleError, match=rf"no model\*\.safetensors; {way_out}"):
+            open_checkpoint(str(folder))
+    del config["model_type"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BundleError, match="model_type is None and names no architecture"):
         open_checkpoint(str(folder))
 
 

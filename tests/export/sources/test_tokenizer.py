@@ -89,7 +89,10 @@ def test_what_transformers_cannot_build_is_refused_with_the_way_out(tmp_path: Pa
     written(tmp_path / "broken", tokenizer__model="x", config__json={"model_type": "llama"})
     byte_level(tmp_path / "other", "llama")  # whose class reads no vocab.json
     pieces(tmp_path / "pieces", "spiece.model")  # nor this
+    byte_level(tmp_path / "panic", "qwen2")  # whose merges are not of the vocabulary
+    written(tmp_path / "panic", vocab__json={"a": 0, "b": 1}, merges__txt="#version: 0.2\na b\n")
     named = {"broken": "tokenizer.model", "other": "vocab.json", "pieces": "spiece.model"}
+    named["panic"] = "vocab.json"
     for folder, names in ((tmp_path / name, file) for name, file in named.items()):
         with pytest.raises(BundleError, match=f"has {names} and no tokenizer.json, and trans") as e:
             folder_tokenizer(folder)
