@@ -32,6 +32,7 @@ from runtime.data.unread import (
     not_read_in,
     not_written,
     says,
+    unknown,
 )
 
 ASSISTANT_TURNS, LAST_TURN, ALL = "assistant", "last", "all"
@@ -105,7 +106,8 @@ def row_of(example: Example, encoder: TextEncoder, loss_on: str, keep_empty: boo
     if marked.ends and encoder.eos is not None and not _is_ended(marked.text, encoder):
         tokens, scored = [*tokens, encoder.eos], scored + b"\1"
     scored = b"\0" + scored[1:] if scored else b""
-    return Row(tokens, scored, 0, marked.warnings, marked.lost, marked.dropped)
+    lost = (*marked.lost, *unknown(marked.text, encoder))
+    return Row(tokens, scored, 0, marked.warnings, lost, marked.dropped)
 
 
 def _is_begun(text: str, encoder: TextEncoder) -> bool:

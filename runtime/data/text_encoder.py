@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -30,7 +30,8 @@ class TextEncoder:
     `encode_places` also gives the range of characters that each token stands for.
     `decode` leaves `special` tokens out, `show` writes them, and `special_text` finds them in text.
     `ends` are the tokens that end generation, according to the checkpoint. `size` is how many
-    tokens there are, and `name_of` gives each one's name in the vocabulary. `chat` reads the chat
+    tokens there are, and `name_of` gives each one's name in the vocabulary. `is_unknown` says
+    whether a character has no token, or only the one for unknown text. `chat` reads the chat
     template, which only conversations need; `has_template` says whether there is one.
     """
 
@@ -45,6 +46,7 @@ class TextEncoder:
     special_text: re.Pattern[str]
     size: int
     name_of: Callable[[int], str]
+    is_unknown: Callable[[str], bool]
     chat: Callable[[], ChatTemplate]
     has_template: bool
 
@@ -98,6 +100,7 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
         special_text=_any_of(token.content for token in added.values() if token.special),
         size=tokenizer.get_vocab_size(),
         name_of=lambda token: str(tokenizer.id_to_token(token)),
+        is_unknown=cache(partial(_is_unknown, tokenizer, _unknown_token(tokenizer, ids))),
         chat=cache(partial(ChatTemplate, folder)),
         has_template=has_template(folder),
     )
@@ -122,6 +125,19 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """A pattern that finds any of the texts, the longest first; without texts it finds nothing."""
     ordered = sorted(filter(None, texts), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+
+
+def _unknown_token(tokenizer: Tokenizer, ids: Mapping[str, int | None]) -> int | None:
+    """The token for text that the vocabulary lacks, by the small files or the model itself."""
+    if (named := ids.get("unk_token")) is not None:
+        return named
+    text = getattr(tokenizer.model, "unk_token", None)
+    return tokenizer.token_to_id(text) if isinstance(text, str) else None
+
+
+def _is_unknown(tokenizer: Tokenizer, unknown: int | None, character: str) -> bool:
+    tokens = tokenizer.encode(character, add_special_tokens=False).ids
+    return not character.isspace() and (not tokens or unknown in tokens)
 
 
 def _encode_places(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:

@@ -35,6 +35,7 @@ from runtime.data.report import DataReport
 from runtime.data.rows import HEADER, MAGIC, VERSION
 from runtime.data.source import Reading
 from runtime.data.text_encoder import TextEncoder, load_encoder
+from runtime.data.unread import unknown
 
 CHUNK_CHARS = 2**16
 MAX_CHUNK_CHARS = 2**20
@@ -110,6 +111,7 @@ class Reader:
         self.reading, self.part, self.embedded = reading, part, embedded
         loss_on = "all" if suffix == TEXT else reading.loss_on
         self._how: list[str] = []  # what is unusual about the file
+        self._unknown: set[str] = set()  # what of plain text has no tokens
         self.report = DataReport(
             source=file.name, loss_on=loss_on, seq_length=max_seq_length, is_valid=part == VALID
         )
@@ -131,17 +133,23 @@ class Reader:
                     self.report.drop(NOT_EMBEDDED)
                     continue
                 yield self._counted(row, "plain text")
+        for what in sorted(self._unknown):
+            self.report.warn(f"{self.file.name}: {what}")
 
     def _packed(self) -> Iterator[Row]:
         self._how.clear()  # the file is read twice where rows are held out
         encoding = encoding_of(self.file, self._how.append)
         with self.file.open(encoding=encoding) as text:
             lines = iter(lambda: text.readline(MAX_CHUNK_CHARS), "")
-            parts = map(self.encoder.encode, text_chunks(lines, self.encoder.encode))
+            parts = map(self._encoded, text_chunks(lines, self.encoder.encode))
             try:
                 yield from packed_rows(parts, self.encoder.bos, self.max_seq_length)
             except UnicodeError as error:
                 raise not_text(self.file, encoding, error) from error
+
+    def _encoded(self, text: str) -> list[int]:
+        self._unknown.update(unknown(text, self.encoder))
+        return self.encoder.encode(text)
 
     def _record_rows(self) -> Iterator[Row]:
         below = self._bound(lambda: (record for _, record in records(self.file)))

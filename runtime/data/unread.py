@@ -57,6 +57,15 @@ def inner_begins(text: str, encoder: TextEncoder) -> list[str]:
     return [f"{begin!r} inside its text"] if begin and begin in text.lstrip()[1:] else []
 
 
+def unknown(text: str, encoder: TextEncoder) -> list[str]:
+    """The characters for which the tokenizer has no token: the model never sees them."""
+    return [
+        f"the character {character!r}, for which the tokenizer has no token"
+        for character in sorted(set(text))
+        if encoder.is_unknown(character)
+    ]
+
+
 def _is_text(token: str, encoder: TextEncoder) -> bool:
     return len(encoder.encode(token)) > 1
 

@@ -344,6 +344,8 @@ FOREIGN = "'<|im_end|>', which is no token of this model"
         ({**PAIR, "completion": "b<|im_end|>"}, FOREIGN),
         ({"prompt": "a?", "completion": "b"}, "a prompt that its completion follows without a sp"),
         ({"text": "a<bos>b"}, "'<bos>' inside its text"),
+        ({"text": "a\u65e5"}, "the character '\u65e5', for which the tokenizer has no token"),
+        (chat({"content": "yes \u65e5"}), "the character '\u65e5', for which the tokenizer has"),
         ({**ALPACA, "input": "nan"}, NOTHING_ELSE.format(" as 'input'")),
         ({"prompt": "a", "completion": "nan"}, NOTHING_ELSE.format(" as 'completion'")),
         (chat({"content": "nan"}), NOTHING_ELSE.format(" in a message")),

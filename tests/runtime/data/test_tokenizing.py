@@ -21,7 +21,7 @@ from support.token_rows import (
     make_tokenizer,
     tokenize,
 )
-from tokenizers import normalizers, processors
+from tokenizers import Tokenizer, models, normalizers, processors
 
 from runtime.core.errors import DataError, StorageError
 from runtime.data import tokenizing as tokenize_file
@@ -138,6 +138,19 @@ def test_which_special_tokens_are_added(
     encoder = load_encoder(folder)
     assert (encoder.bos, encoder.eos) == (bos, eos)
     assert encoder.encode("abcdef") == ids("abcdef")
+
+
+def test_characters_without_tokens_are_named(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path / "bundle", {})
+    (tmp_path / "a.txt").write_text("the \u65e5 cat\u2028\t\n" * 3 + "\u0416")
+    rows = tokenize(bundle, tmp_path / "a.txt", 4, tmp_path / "out")
+    missing = [f"the character {one!r}, for which the tokenizer has no token" for one in "Ж日"]
+    assert rows.report is not None
+    assert rows.report.warnings == [f"a.txt: {what}" for what in missing]
+    words = models.WordLevel({"the": 0, "[UNK]": 1}, unk_token="[UNK]")
+    Tokenizer(words).save(str(bundle / "tokenizer" / "tokenizer.json"))
+    is_unknown = load_encoder(bundle).is_unknown
+    assert (is_unknown("x"), is_unknown("the"), is_unknown(" ")) == (True, False, False)
 
 
 def test_without_a_bos_rows_overlap_by_one_token(tmp_path: Path) -> None:
