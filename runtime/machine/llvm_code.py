@@ -187,6 +187,14 @@ class Pointer(Value):
             given = [value, self, self.code.value(4, "i32"), mask]
             self.code.own(f"masked.store.{value.suffix}.p0", given)
 
+    def gather(self, at: Value) -> Value:
+        """A vector of the numbers here at other places than one after the other."""
+        places = f"getelementptr {self.to}, {self.typed}, {at.view('i64', 'sext').typed}"
+        given = [self.made(places, lanes=at.lanes), self.code.value(4, "i32")]
+        given += [self.code.value(1, "i1", at.lanes), Value(self.code, "poison", self.to, at.lanes)]
+        name = f"masked.gather.{given[-1].suffix}.v{at.lanes}p0"
+        return self.code.own(name, given, self.to, at.lanes)
+
     def _align(self, value: Value) -> int:
         return 4 * self.code.lanes if self.aligned and value.lanes else BYTES.get(self.to, 8)
 
