@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from runtime.arrays.attention_scratch import BLOCK, TILE, scratch_sections
 from runtime.arrays.product_text import Registers
@@ -65,8 +65,35 @@ class Rows(NamedTuple):
     """Some rows of an array: a tile's keys, or a head's block of queries."""
 
     at: Pointer
-    step: Value
-    columns: Value
+    step: Integer
+    columns: Integer
+
+
+class Factor(NamedTuple):
+    """A factor of a product, with any steps from one of its values to the next."""
+
+    at: Pointer
+    down: Integer
+    across: Integer
+
+
+class Own(NamedTuple):
+    """Whole rows of a thread's scratch."""
+
+    at: Aligned
+    columns: Integer
+
+
+class Sight(NamedTuple):
+    """Rows of scores, of queries from `first` on, with a tile of so many keys from `key` on."""
+
+    rows: Integer
+    lows: Pointer
+    first: Integer
+    key: Integer
+    keys: Integer
+    of_prefix: Truth
+    scale: Float
 
 
 def attention(code: Code, job: Pointer, own: Pointer, *, backward: bool, cap: float | None) -> None:
@@ -133,55 +160,54 @@ def _of_head(a: SimpleNamespace, name: str, h: Value) -> Rows:
     return Rows(at, step, a.value_width if "out" in name else a.width)
 
 
-def _scored(a: SimpleNamespace, r: Value) -> tuple[Value, list[Value]]:
+def _scored(a: SimpleNamespace, r: Value) -> tuple[Value, tuple[Any, ...]]:
     """Head number r of a group, and what `softmax` and `slopes` take first."""
     h = a.group * a.repeats + r
     row = h * a.tokens + a.first
-    given = [a.rows, a.part_lows, a.first, a.key, a.count, a.of_prefix, a.scale, a.own_scores]
-    return h, [*given, a.top + row, a.total + row]
+    sight = Sight(a.rows, a.part_lows, a.first, a.key, a.count, a.of_prefix, a.scale)
+    return h, (sight, a.own_scores, a.top + row, a.total + row)
 
 
 def _forward(code: Code, a: SimpleNamespace, cap: float | None) -> None:
     """A tile of keys: S = Q K^T, p = e^(S scale - top), out = out e^(old top - top) + p V."""
-    k, v = _of_tile(a, "k"), _of_tile(a, "v")
-    code.call(across, *k[:2], a.count, k.columns, a.own_keys_across)
-    code.call(pack, *v[:2], a.count, v.columns, a.own_values)
+    code.call(across, _of_tile(a, "k"), a.count, a.own_keys_across)
+    code.call(pack, _of_tile(a, "v"), a.count, a.own_values)
+    s, product = a.own_scores, (a.own_product, a.value_padded)
     with code.loop(0, a.repeats) as r:
         h, scored = _scored(a, r)
         q, out = _of_head(a, "q", h), _of_head(a, "out", h)
-        product = a.own_product, a.value_padded
-        code.call(multiply, a.rows, *q[:2], 1, a.own_keys_across, a.width, a.own_scores, TILE, 0)
+        code.call(multiply, a.rows, (*q[:2], 1), a.own_keys_across, a.width, (s, TILE), 0)
         code.call(softmax, *scored, a.own_factors, a.own_sums, cap=cap)
-        code.call(multiply, a.rows, a.own_scores, TILE, 1, a.own_values, a.count, *product, 0)
-        code.call(merge, a.rows, *out[:2], *product, out.columns, a.own_factors, 1)
+        code.call(multiply, a.rows, (s, TILE, 1), a.own_values, a.count, product, 0)
+        code.call(merge, a.rows, out, product, a.own_factors, 1)
 
 
 def _backward(code: Code, a: SimpleNamespace, cap: float | None) -> None:
     """A tile of keys: P, dS, dV = P^T dO, dK = dS^T Q over the heads, and dQ += dS K."""
     k, v, dk, dv = (_of_tile(a, name) for name in OF_PREFIX)
     a.own_factors[0] = 1.0
-    code.call(across, *k[:2], a.count, k.columns, a.own_keys_across)
-    code.call(across, *v[:2], a.count, v.columns, a.own_values_across)
-    code.call(pack, *k[:2], a.count, k.columns, a.own_keys)
-    p, ds, dq_here = a.own_scores, a.own_d_scores, (a.own_product, a.padded)
-    of_k, of_v = (a.own_d_keys, a.padded), (a.own_d_values, a.value_padded)
+    code.call(across, k, a.count, a.own_keys_across)
+    code.call(across, v, a.count, a.own_values_across)
+    code.call(pack, k, a.count, a.own_keys)
+    p, ds, d_rows = a.own_scores, a.own_d_scores, (a.own_product, a.padded)
+    d_keys, d_values = (a.own_d_keys, a.padded), (a.own_d_values, a.value_padded)
     with code.loop(0, a.repeats) as r:
         h, scored = _scored(a, r)
         q, d_out, dq = (_of_head(a, name, h) for name in ("q", "d_out", "dq"))
         adds = r > 0
-        code.call(multiply, a.rows, *q[:2], 1, a.own_keys_across, a.width, p, TILE, 0)
-        across_v = a.own_values_across, a.value_width
-        code.call(multiply, a.rows, *d_out[:2], 1, *across_v, ds, TILE, 0)
+        of_v = a.own_values_across, a.value_width
+        code.call(multiply, a.rows, (*q[:2], 1), a.own_keys_across, a.width, (p, TILE), 0)
+        code.call(multiply, a.rows, (*d_out[:2], 1), *of_v, (ds, TILE), 0)
         code.call(slopes, *scored, ds, cap=cap)
-        code.call(pack, *q[:2], a.rows, q.columns, a.own_queries)
-        code.call(pack, *d_out[:2], a.rows, d_out.columns, a.own_d_rows)
-        code.call(multiply, a.count, p, 1, TILE, a.own_d_rows, a.rows, *of_v, adds)
-        code.call(multiply, a.count, ds, 1, TILE, a.own_queries, a.rows, *of_k, adds)
-        code.call(multiply, a.rows, ds, TILE, 1, a.own_keys, a.count, *dq_here, 0)
-        code.call(merge, a.rows, *dq[:2], *dq_here, dq.columns, a.own_factors, 0)
+        code.call(pack, q, a.rows, a.own_queries)
+        code.call(pack, d_out, a.rows, a.own_d_rows)
+        code.call(multiply, a.count, (p, 1, TILE), a.own_d_rows, a.rows, d_values, adds)
+        code.call(multiply, a.count, (ds, 1, TILE), a.own_queries, a.rows, d_keys, adds)
+        code.call(multiply, a.rows, (ds, TILE, 1), a.own_keys, a.count, d_rows, 0)
+        code.call(merge, a.rows, dq, d_rows, a.own_factors, 0)
     with _turn(code, a):
-        code.call(merge, a.count, *dk[:2], *of_k, dk.columns, a.own_factors, 0)
-        code.call(merge, a.count, *dv[:2], *of_v, dv.columns, a.own_factors, 0)
+        code.call(merge, a.count, dk, d_keys, a.own_factors, 0)
+        code.call(merge, a.count, dv, d_values, a.own_factors, 0)
 
 
 @contextmanager
@@ -206,29 +232,18 @@ def _turn(code: Code, a: SimpleNamespace) -> Iterator[None]:
 
 
 def multiply(
-    code: Code,
-    rows: Integer,
-    x: Pointer,
-    x_step: Integer,
-    x_inner: Integer,
-    panels: Aligned,
-    deep: Integer,
-    y: Aligned,
-    columns: Integer,
-    sums: Truth,
+    code: Code, rows: Integer, x: Factor, panels: Aligned, deep: Integer, y: Own, sums: Truth
 ) -> None:
-    """y (rows, columns) = x P, or += x P if it `sums`, with P (columns / panel, deep, panel).
-
-    From one value of x to the next it is x_step down, and x_inner across.
-    """
+    """y (rows, columns) = x P, or += x P if it `sums`, with P (columns / panel, deep, panel)."""
     registers = REGISTERS[code.lanes]
     most = registers.tokens
-    with code.loop(0, columns, registers.width) as c:
+    with code.loop(0, y.columns, registers.width) as c:
         panel, t = panels + c * deep, Variable(code.value(0))
 
         def call(count: int) -> None:
-            x_t, y_t = x + t.now * x_step, y + c + t.now * columns
-            code.call(few, x_t, x_step, x_inner, panel, deep, y_t, columns, sums, count=count)
+            x_t, y_t = x.at + t.now * x.down, y.at + c + t.now * y.columns
+            of_x, of_y = (x_t, *x[1:]), (y_t, y.columns)
+            code.call(few, of_x, panel, deep, of_y, sums, count=count)
 
         with code.endless([t]) as leave:
             leave(rows - t.now < most)
@@ -240,22 +255,14 @@ def multiply(
 
 
 def few(
-    code: Code,
-    x: Pointer,
-    x_step: Integer,
-    x_inner: Integer,
-    panel: Aligned,
-    deep: Integer,
-    y: Aligned,
-    columns: Integer,
-    sums: Truth,
-    *,
-    count: int,
+    code: Code, x: Factor, panel: Aligned, deep: Integer, y: Own, sums: Truth, *, count: int
 ) -> None:
     """So many rows of y (count, panel) = x P, or += x P, with every sum in a register."""
     registers = REGISTERS[code.lanes]
     firsts = [v * code.lanes for v in range(registers.vectors)]
-    rows, y_rows = zip(*[(x + x_step * i, y + columns * i) for i in range(count)], strict=True)
+    rows, y_rows = zip(
+        *[(x.at + x.down * i, y.at + y.columns * i) for i in range(count)], strict=True
+    )
     places = [row + first for row in y_rows for first in firsts]
     z = [Variable(code.zeros()) for _ in places]
     with code.when(sums, z):
@@ -268,25 +275,21 @@ def few(
             x_all = row[across.now].splat()
             for v, one in enumerate(z[i * len(w) : (i + 1) * len(w)]):
                 one.now = fma(x_all, w[v], one.now)
-        across.now = across.now + x_inner
+        across.now = across.now + x.across
     for one, place in zip(z, places, strict=True):
         place.store(one.now)
 
 
-def pack(
-    code: Code, x: Pointer, step: Integer, rows: Integer, columns: Integer, panels: Aligned
-) -> None:
+def pack(code: Code, x: Rows, rows: Integer, panels: Aligned) -> None:
     """Rows x (rows, columns) as panels (columns / panel, rows, panel), and zeros past the last."""
     width = REGISTERS[code.lanes].width
-    with code.loop(0, columns, code.lanes) as c:
-        mask, to = (columns - c).mask(), panels + (c // width * (rows * width) + c % width)
+    with code.loop(0, x.columns, code.lanes) as c:
+        mask, to = (x.columns - c).mask(), panels + (c // width * (rows * width) + c % width)
         with code.loop(0, rows) as r:
-            (to + r * width).store((x + c + r * step).load(mask))
+            (to + r * width).store((x.at + c + r * x.step).load(mask))
 
 
-def across(
-    code: Code, x: Pointer, step: Integer, rows: Integer, columns: Integer, panels: Aligned
-) -> None:
+def across(code: Code, x: Rows, rows: Integer, panels: Aligned) -> None:
     """Rows x (rows, columns) as panels (rows / panel, columns, panel) of their transpose.
 
     A square of values is taken at a time. Rows past the last are the last one, and columns past it
@@ -294,10 +297,10 @@ def across(
     """
     width, lanes = REGISTERS[code.lanes].width, code.lanes
     with code.loop(0, rows, lanes) as r:
-        to = panels + (r // width * (columns * width) + r % width)
-        lines = [x + minimum(r + lane, rows - 1) * step for lane in range(lanes)]
-        with code.loop(0, columns, lanes) as c:
-            mask = (columns - c).mask()
+        to = panels + (r // width * (x.columns * width) + r % width)
+        lines = [x.at + minimum(r + lane, rows - 1) * x.step for lane in range(lanes)]
+        with code.loop(0, x.columns, lanes) as c:
+            mask = (x.columns - c).mask()
             for lane, column in enumerate(_transposed([(line + c).load(mask) for line in lines])):
                 (to + (c + lane) * width).store(column)
 
@@ -318,22 +321,14 @@ def _transposed(square: list[Value]) -> list[Value]:
 
 
 def merge(
-    code: Code,
-    rows: Integer,
-    to: Pointer,
-    to_step: Integer,
-    x: Aligned,
-    step: Integer,
-    columns: Integer,
-    factors: Pointer,
-    factor_step: Integer,
+    code: Code, rows: Integer, to: Rows, x: Own, factors: Pointer, factor_step: Integer
 ) -> None:
     """to = to * factor + x, a row at a time."""
     with code.loop(0, rows) as r:
         factor = factors[r * factor_step].splat()
-        to_row, row = to + r * to_step, x + r * step
-        with code.loop(0, columns, code.lanes) as c:
-            place, added, left = to_row + c, (row + c).load(), columns - c
+        to_row, row = to.at + r * to.step, x.at + r * x.columns
+        with code.loop(0, to.columns, code.lanes) as c:
+            place, added, left = to_row + c, (row + c).load(), to.columns - c
             for whole in code.either(left >= code.lanes):  # a masked store takes longer
                 mask = None if whole else left.mask()
                 place.store(fma(place.load(mask), factor, added), mask)
@@ -347,13 +342,12 @@ def _capped(x: Value, cap: float | None) -> tuple[Value, Value | None]:
     return curve * cap, curve.like(1.0) - curve * curve
 
 
-def _sight(
-    code: Code, r: Value, lows: Pointer, first: Value, key: Value, count: Value, of_prefix: Value
-) -> Callable[[Value], Value]:
+def _seen(code: Code, r: Value, of: Sight) -> Callable[[Value], Value]:
     """The mask of the keys that row r sees, of those from a number on that counts from `key`."""
-    low = where(of_prefix, 0, lows[r] - key.astype("i32")).splat()
-    high = (first + r).astype("i32") - key.astype("i32") + 1
-    high = where(of_prefix, count.astype("i32"), high).splat()
+    key = of.key.astype("i32")
+    low = where(of.of_prefix, 0, of.lows.view("i32")[r] - key).splat()
+    high = (of.first + r).astype("i32") - key + 1
+    high = where(of.of_prefix, of.keys.astype("i32"), high).splat()
 
     def seen(c: Value) -> Value:
         keys = c.astype("i32").splat() + code.arange()
@@ -364,13 +358,7 @@ def _sight(
 
 def softmax(
     code: Code,
-    rows: Integer,
-    lows: Pointer,
-    first: Integer,
-    key: Integer,
-    count: Integer,
-    of_prefix: Truth,
-    scale: Float,
+    sight: Sight,
     s: Aligned,
     tops: Pointer,
     totals: Pointer,
@@ -383,9 +371,9 @@ def softmax(
 
     top = max(old top, s scale), factor = e^(old top - top), total = total * factor + sum of s
     """
-    scales = scale.splat()
-    with code.loop(0, rows) as r:
-        seen = _sight(code, r, lows.view("i32"), first, key, count, of_prefix)
+    scales = sight.scale.splat()
+    with code.loop(0, sight.rows) as r:
+        seen = _seen(code, r, sight)
         row, most = s + r * TILE, Variable(code.zeros().like(UNSEEN))
         with code.loop(0, TILE, code.lanes, [most]) as c:
             score, _ = _capped((row + c).load() * scales, cap)
@@ -401,21 +389,15 @@ def softmax(
             (row + c).store(p)
             total.now = total.now + p
         sums[r] = total.now.sum()
-    with code.loop(0, rows, code.lanes) as r:
-        factor, mask, place = exp((factors + r).load()), (rows - r).mask(), totals + r
+    with code.loop(0, sight.rows, code.lanes) as r:
+        factor, mask, place = exp((factors + r).load()), (sight.rows - r).mask(), totals + r
         (factors + r).store(factor)
         place.store(fma(place.load(mask), factor, (sums + r).load()), mask)
 
 
 def slopes(
     code: Code,
-    rows: Integer,
-    lows: Pointer,
-    first: Integer,
-    key: Integer,
-    count: Integer,
-    of_prefix: Truth,
-    scale: Float,
+    sight: Sight,
     s: Aligned,
     lses: Pointer,
     inners: Pointer,
@@ -424,9 +406,9 @@ def slopes(
     cap: float | None,
 ) -> None:
     """s = P = e^(s scale - lse) and d = dS = (d - inner) * P * scale, in place."""
-    scales = scale.splat()
-    with code.loop(0, rows) as r:
-        seen = _sight(code, r, lows.view("i32"), first, key, count, of_prefix)
+    scales = sight.scale.splat()
+    with code.loop(0, sight.rows) as r:
+        seen = _seen(code, r, sight)
         row, d_row = s + r * TILE, d + r * TILE
         lse, inner = lses[r].splat(), inners[r].splat()
         with code.loop(0, TILE, code.lanes) as c:

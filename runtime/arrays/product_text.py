@@ -81,6 +81,26 @@ class Kind(NamedTuple):
         return 1 << (self.bits - 1)
 
 
+class Weights(NamedTuple):
+    """Where they lie in the map, with `groups` from one row to the next."""
+
+    words: Pointer
+    scales: Pointer
+    biases: Pointer
+    groups: Integer
+    columns: Integer  # of the result
+
+
+class Block(NamedTuple):
+    """Rows of x and y of some tokens, and how many columns of y are left."""
+
+    x: Pointer
+    x_step: Integer
+    y: Pointer
+    y_step: Integer
+    left: Integer
+
+
 def text_of(
     by_rows: bool, bits: int, size: int, scales: str, affine: bool, registers: Registers
 ) -> str:
@@ -93,6 +113,7 @@ def _product(code: Code, job: Pointer, panel: Aligned, *, by_rows: bool, of: Kin
     """Do parts, each of some columns for a block of tokens, until none is left."""
     registers, a = of.registers, fields(job, JOB, ADDRESSES)
     dequantize = _by_rows if by_rows else _by_columns
+    weights = Weights(a.words, a.scales, a.biases, a.groups, a.columns)
     blocks, adding = (a.tokens + (a.block - 1)) // a.block, a.adds > 0
     with code.endless() as leave:
         number = job.view("i64").atomic("add", 1)
@@ -102,15 +123,12 @@ def _product(code: Code, job: Pointer, panel: Aligned, *, by_rows: bool, of: Kin
         token = number % blocks * a.block
         count = minimum(a.tokens - token, a.block)
         x, y, u = a.x + token * a.x_step, a.y + token * a.y_step + first, a.u + token * a.rank
-        further = y, a.y_step, here
         with code.loop(0, a.depth, DEPTH) as k:
             deep = minimum(a.depth - k, DEPTH)
             with code.loop(0, here, registers.width) as c:
-                weights, to = (a.words, a.scales, a.biases, a.groups), panel + c * DEPTH
-                code.call(dequantize, *weights, a.columns, first + c, k, deep, to, of=of)
-            sums = (k > 0) | adding
-            given = count, x + k, a.x_step, panel, deep, *further, sums
-            code.call(_tokens, *given, registers=registers)
+                code.call(dequantize, weights, first + c, k, deep, panel + c * DEPTH, of=of)
+            given = Block(x + k, a.x_step, y, a.y_step, here)
+            code.call(_tokens, count, given, panel, deep, (k > 0) | adding, of=of)
         with code.when(a.rank > 0):
             with code.loop(0, a.rank) as d:
                 b_row = a.b + d * a.b_row
@@ -118,26 +136,23 @@ def _product(code: Code, job: Pointer, panel: Aligned, *, by_rows: bool, of: Kin
                     strip, within = e // registers.width, e % registers.width
                     place = (strip * DEPTH + d) * registers.width + within
                     panel[place] = b_row[(first + e) * a.b_column]
-            added = count, u, a.rank, panel, a.rank, *further, 1
-            code.call(_tokens, *added, registers=registers)
+            given = Block(u, a.rank, y, a.y_step, here)
+            code.call(_tokens, count, given, panel, a.rank, 1, of=of)
 
 
 def _tokens(
     code: Code,
     tokens: Integer,
-    x: Pointer,
-    x_step: Integer,
+    block: Block,
     panel: Aligned,
     deep: Integer,
-    y: Pointer,
-    y_step: Integer,
-    here: Integer,
     sums: Truth,
     *,
-    registers: Registers,
+    of: Kind,
 ) -> None:
     """y = x P, or += x P if it `sums`: strips of some tokens' columns, while the next x come."""
-    most, t = registers.tokens, Variable(code.value(0))
+    x, x_step, y, y_step, here = block
+    most, t = of.registers.tokens, Variable(code.value(0))
     x_most = x_step * most
     with code.endless([t]) as leave:
         rest = tokens - t.now
@@ -147,31 +162,21 @@ def _tokens(
         with code.loop(0, deep, 16) as line:
             for row in soon:
                 (row + line).prefetch()
-        with code.loop(0, here, registers.width) as c:
-            given = x_t, x_step, panel + c * DEPTH, deep, y_t + c, y_step, here - c, sums
+        with code.loop(0, here, of.registers.width) as c:
+            given = Block(x_t, x_step, y_t + c, y_step, here - c), panel + c * DEPTH, deep, sums
             for count in code.cases(rest, range(1, most + 1)):
-                code.call(_few, *given, registers=registers, count=count)
+                code.call(_few, *given, of=of, count=count)
         t.now = t.now + minimum(rest, most)
 
 
 def _few(
-    code: Code,
-    x: Pointer,
-    x_step: Integer,
-    panel: Aligned,
-    deep: Integer,
-    y: Pointer,
-    y_step: Integer,
-    left: Integer,
-    sums: Truth,
-    *,
-    registers: Registers,
-    count: int,
+    code: Code, block: Block, panel: Aligned, deep: Integer, sums: Truth, *, of: Kind, count: int
 ) -> None:
     """y = x P, or += x P, for so many tokens, with every sum in a register.
 
     With AVX2 masked stores are slow, so whole vectors have others.
     """
+    registers, (x, x_step, y, y_step, left) = of.registers, block
     firsts = [v * code.lanes for v in range(registers.vectors)]
     x_rows, y_rows = zip(*[(x + x_step * i, y + y_step * i) for i in range(count)], strict=True)
     masks, full = [left.mask(first) for first in firsts], left >= registers.width
@@ -201,24 +206,13 @@ def _few(
 
 
 def _by_rows(
-    code: Code,
-    words: Pointer,
-    scales: Pointer,
-    biases: Pointer,
-    groups: Integer,
-    columns: Integer,
-    first: Integer,
-    k: Integer,
-    deep: Integer,
-    panel: Aligned,
-    *,
-    of: Kind,
+    code: Code, w: Weights, first: Integer, k: Integer, deep: Integer, panel: Aligned, *, of: Kind
 ) -> None:
     """For x W: rows k of W, of which columns `first` and on are a row of P."""
     size, width = of.size, of.registers.width
-    words, piece = words.view("i8"), min(size, width)
-    scales, biases = scales.view(TYPES[of.scales]), biases.view(TYPES[of.scales])
-    here, block_octets = minimum(columns - first, width), groups * (DEPTH * size * of.bits // 8)
+    words, piece, groups = w.words.view("i8"), min(size, width), w.groups
+    scales, biases = w.scales.view(TYPES[of.scales]), w.biases.view(TYPES[of.scales])
+    here, block_octets = minimum(w.columns - first, width), groups * (DEPTH * size * of.bits // 8)
     with code.loop(0, deep) as r:
         before, to = (k + r) * groups, panel + r * width
         with code.loop(0, here, piece) as c:
@@ -234,18 +228,7 @@ def _by_rows(
 
 
 def _by_columns(
-    code: Code,
-    words: Pointer,
-    scales: Pointer,
-    biases: Pointer,
-    groups: Integer,
-    columns: Integer,
-    first: Integer,
-    k: Integer,
-    deep: Integer,
-    panel: Aligned,
-    *,
-    of: Kind,
+    code: Code, w: Weights, first: Integer, k: Integer, deep: Integer, panel: Aligned, *, of: Kind
 ) -> None:
     """For x W^T: columns k of W, of which rows `first` and on are a row of P.
 
@@ -254,8 +237,8 @@ def _by_columns(
     """
     lanes, size, width, bits = code.lanes, of.size, of.registers.width, of.bits
     group_octets, word_codes = size * bits // 8, 32 // bits
-    scales, biases = scales.view(TYPES[of.scales]), biases.view(TYPES[of.scales])
-    groups_all, last = groups.astype("i32").splat(), (columns - 1).astype("i32").splat()
+    scales, biases = w.scales.view(TYPES[of.scales]), w.biases.view(TYPES[of.scales])
+    groups_all, last = w.groups.astype("i32").splat(), (w.columns - 1).astype("i32").splat()
     stop = (k + deep) // size
     start = k // size
     with code.loop(0, of.registers.vectors) as v:
@@ -266,14 +249,14 @@ def _by_columns(
             at = before + g.astype("i32").splat()
             groups_at = [at.lane(lane).astype("i64") for lane in range(lanes)]
             for one in groups_at:
-                (words.view("i8") + one * group_octets + DEPTH * bits // 8).prefetch()
+                (w.words.view("i8") + one * group_octets + DEPTH * bits // 8).prefetch()
             scale = widened(_collected(scales, groups_at))
             shift = None
             if of.affine:
                 shift = widened(_collected(biases, groups_at)) + scale * of.middle
             words_at, column = at * (group_octets // 4), g * size - k
             with code.loop(0, group_octets // 4) as q:
-                found = words.view("i32").gather(words_at + q.astype("i32").splat())
+                found = w.words.view("i32").gather(words_at + q.astype("i32").splat())
                 to = column + q * word_codes
                 for j in range(word_codes):
                     codes = (found >> j * bits) & ((1 << bits) - 1)

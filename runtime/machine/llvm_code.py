@@ -1,7 +1,7 @@
 """Functions in LLVM's language, written as Python that computes with values.
 
-A function of Python that is given values becomes one of LLVM. Operators, loops and branches add
-instructions to it, and the functions that it calls follow it:
+A function of Python that is given values, or named tuples of them, becomes one of LLVM. Operators,
+loops and branches add instructions to it, and the functions that it calls follow it:
 
     def double(code: Code, x: Pointer, y: Pointer, count: Integer) -> None:
         with code.loop(0, count, code.lanes) as at:
@@ -247,27 +247,34 @@ class Code:
     def _defined(self, at: int) -> str:
         (function, settings), name = list(self._called.items())[at]
         self._lines, self._names = [], 0
-        given = [
-            Pointer(self, f"%{each}", "float", kind == "Aligned")
-            if PARAMETERS[kind] == "ptr"
-            else Value(self, f"%{each}", PARAMETERS[kind])
-            for each, kind in _parameters(function)
-        ]
+        given, leaves = list[Any](), list[Value]()
+        for make, kinds in _parameters(function):
+            values = [self._parameter(*each) for each in kinds]
+            given.append(make(values))
+            leaves += values
         self._begin("begin")
         function(self, *given, **dict(settings))
         self.line("ret void")
-        typed = ", ".join(value.typed for value in given)
+        typed = ", ".join(value.typed for value in leaves)
         first = f"define {'internal ' * bool(at)}void @{name}({typed}) {{"
         return "\n".join([first, *self._lines, "}"])
+
+    def _parameter(self, name: str, kind: str) -> Value:
+        if PARAMETERS[kind] == "ptr":
+            return Pointer(self, f"%{name}", "float", kind == "Aligned")
+        return Value(self, f"%{name}", PARAMETERS[kind])
 
     def _called_name(self, function: Callable[..., None], settings: dict[str, Any]) -> str:
         key = function, tuple(settings.items())
         return self._called.setdefault(key, f"{function.__name__}{len(self._called)}")
 
-    def call(self, function: Callable[..., None], *given: Number, **settings: Any) -> None:
+    def call(
+        self, function: Callable[..., None], *given: Number | tuple[Number, ...], **settings: Any
+    ) -> None:
         """Call a function, which is written once for each of its settings."""
-        kinds = (PARAMETERS[kind] for _, kind in _parameters(function))
-        values = (self.value(*each).typed for each in zip(given, kinds, strict=True))
+        numbers = [one for each in given for one in (each if isinstance(each, tuple) else (each,))]
+        kinds = [PARAMETERS[kind] for _, listed in _parameters(function) for _, kind in listed]
+        values = (self.value(*each).typed for each in zip(numbers, kinds, strict=True))
         self.line(f"call void @{self._called_name(function, settings)}({', '.join(values)})")
 
     def own(
@@ -393,10 +400,16 @@ class Code:
         self._block = label
 
 
-def _parameters(function: Any) -> list[tuple[str, str]]:
-    """What a function is given besides the code: names, and the names of their types."""
-    names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
-    return [(name, function.__annotations__[name]) for name in names]
+def _parameters(function: Any) -> Iterator[tuple[Callable[[list[Value]], Any], list[Any]]]:
+    """Each that a function takes besides the code: what makes it, of which names and types."""
+    for name in function.__code__.co_varnames[1 : function.__code__.co_argcount]:
+        kind = function.__annotations__[name]
+        if kind in PARAMETERS:
+            yield (lambda values: values[0]), [(name, kind)]
+        else:  # a named tuple of values
+            of = function.__globals__[kind]
+            kinds = of.__annotations__.items()
+            yield of._make, [(f"{name}_{each}", type_of.__forward_arg__) for each, type_of in kinds]
 
 
 def fields(given: Pointer, names: Sequence[str], addresses: Iterable[str]) -> SimpleNamespace:
