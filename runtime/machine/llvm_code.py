@@ -232,7 +232,7 @@ class Code:
     def __init__(self, lanes: int = 0) -> None:
         self.lanes = lanes
         self._lines: list[str] = []
-        self._names, self._block = 0, ""
+        self._names, self._block, self._whole = 0, "", 0
         self._declared: dict[str, None] = {}
         self._called: dict[Any, str] = {}  # names by functions and their settings
 
@@ -246,7 +246,7 @@ class Code:
 
     def _defined(self, at: int) -> str:
         (function, settings), name = list(self._called.items())[at]
-        self._lines, self._names = [], 0
+        self._lines, self._names, self._whole = [], 0, 0
         given, leaves = list[Any](), list[Value]()
         for make, kinds in _parameters(function):
             values = [self._parameter(*each) for each in kinds]
@@ -353,6 +353,7 @@ class Code:
         first = len(self._lines)
         for variable in change:  # lines that are whole when its next value is known
             variable.now = variable.now.made(f"phi {variable.now.typed}")
+        self._whole = len(self._lines)
         yield head, end
         for at, (start, variable) in enumerate(zip(starts, change, strict=True), first):
             name = self._lines[at].split(" = ")[0]
@@ -396,8 +397,9 @@ class Code:
             variable.now = variable.now.made(f"phi {variable.now.type} {', '.join(listed)}")
 
     def _begin(self, label: str) -> None:
-        self._lines.append(f"{label}:")
-        self._block = label
+        """A block; the lines of the former become one text, which takes less memory."""
+        self._lines[self._whole :] = ["\n".join([*self._lines[self._whole :], f"{label}:"])]
+        self._whole, self._block = len(self._lines), label
 
 
 def _parameters(function: Any) -> Iterator[tuple[Callable[[list[Value]], Any], list[Any]]]:
