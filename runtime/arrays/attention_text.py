@@ -1,15 +1,32 @@
-"""The text of attention to tiles of keys, in LLVM's language.
+"""The code of attention to tiles of keys.
 
 `runtime.arrays.compiled_attention` says how it goes, and runs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from runtime.arrays.attention_scratch import BLOCK, TILE, scratch_sections
-from runtime.arrays.product_text import F32, Names, Registers
-from runtime.arrays.vector_text import hexadecimal, splat, vector_exp, vector_tanh
+from runtime.arrays.product_text import Registers
+from runtime.arrays.vector_text import exp, tanh
+from runtime.machine.llvm_code import (
+    Aligned,
+    Code,
+    Float,
+    Integer,
+    Pointer,
+    Truth,
+    Value,
+    Variable,
+    fields,
+    fma,
+    minimum,
+    where,
+)
 from runtime.machine.threads import MOST_THREADS, SPINS, WAIT, WAKE
 
 REGISTERS = {16: Registers(16, 4, 6), 8: Registers(8, 2, 6)}  # a tile has whole panels of them
@@ -33,656 +50,371 @@ they are below it; backward the log-sum-exp, and rowsum(dO * O). `turns` has for
 of each group the block of queries that may add to its gradients, and `sleepers` counts the threads
 that sleep until theirs comes. A prefix has rows of its own.
 """
-_ADDRESSES = {
+ADDRESSES = {
     *("scratch", "lows", "top", "total", "turns", "sleepers", *ARRAYS),
     *(f"prefix_{name}" for name in OF_PREFIX),
 }
 
-DECLARED = """
-declare i64 @llvm.umin.i64(i64, i64)
-declare {vector} @llvm.fma.v{lanes}f32({vector}, {vector}, {vector})
-declare float @llvm.vector.reduce.fmax.v{lanes}f32({vector})
-declare float @llvm.vector.reduce.fadd.v{lanes}f32(float, {vector})
-declare {vector} @llvm.masked.load.v{lanes}f32.p0(ptr, i32, {mask}, {vector})
-declare void @llvm.masked.store.v{lanes}f32.p0({vector}, ptr, i32, {mask})
-declare void @llvm.x86.sse2.pause()
-"""
-# The parts of a forward or backward: a group of heads that share keys, and a block of queries.
-# Parts with the most keys come first. Tiles of a prefix come before those of the sequence.
-PARTS = """
-define void @{name}(ptr %job, ptr %own) {{
-begin:
-  %given_at = getelementptr i64, ptr %job, i64 1
-  %given = load ptr, ptr %given_at
-{fields}
-  %scale_narrow = trunc i64 %scale to i32
-  %scale_float = bitcast i32 %scale_narrow to float
-  %slot = atomicrmw add ptr %given, i64 1 seq_cst
-  %slot_at = mul i64 %slot, %scratch_size
-  %mine = getelementptr float, ptr %scratch, i64 %slot_at
-{sections}
-  %blocks_more = add i64 %tokens, {block_before}
-  %blocks = udiv i64 %blocks_more, {block}
-  %parts = mul i64 %blocks, %groups
-  %prefix_more = add i64 %prefix, {tile_before}
-  %prefix_tiles = udiv i64 %prefix_more, {tile}
-  %has_prefix = icmp ne i64 %prefix, 0
-  %tiles_before = add i64 %tokens, {tile_before}
-  %own_tiles = udiv i64 %tiles_before, {tile}
-  %all_tiles = add i64 %own_tiles, %prefix_tiles
-  %width_more = add i64 %width, {panel_before}
-  %width_panels = udiv i64 %width_more, {panel}
-  %width_padded = mul i64 %width_panels, {panel}
-  %value_more = add i64 %value_width, {panel_before}
-  %value_panels = udiv i64 %value_more, {panel}
-  %value_padded = mul i64 %value_panels, {panel}
-  br label %part
-part:
-  %number = atomicrmw add ptr %job, i64 1 seq_cst
-  %some = icmp ult i64 %number, %parts
-  br i1 %some, label %begins, label %end
-begins:
-  %group = urem i64 %number, %groups
-  %block_down = udiv i64 %number, %groups
-  %blocks_left = sub i64 %blocks, %block_down
-  %block = sub i64 %blocks_left, 1
-  %first = mul i64 %block, {block}
-  %rows_left = sub i64 %tokens, %first
-  %rows = call i64 @llvm.umin.i64(i64 %rows_left, i64 {block})
-  %lows_at = getelementptr i32, ptr %lows, i64 %first
-  %low_narrow = load i32, ptr %lows_at
-  %low = zext i32 %low_narrow to i64
-  %low_tile = udiv i64 %low, {tile}
-  %first_tile = add i64 %low_tile, %prefix_tiles
-  %stop = add i64 %first, %rows
-  %last = sub i64 %stop, 1
-  %last_down = udiv i64 %last, {tile}
-  %last_tile = add i64 %last_down, %prefix_tiles
-  %head_first = mul i64 %group, %repeats
-  %begins_at = select i1 %has_prefix, i64 0, i64 %first_tile
-  br label %tile
-tile:
-  %j = phi i64 [%begins_at, %begins], [%next_j, %tile_end]
-  %of_prefix = icmp ult i64 %j, %prefix_tiles
-  %j_own = sub i64 %j, %prefix_tiles
-  %j_here = select i1 %of_prefix, i64 %j, i64 %j_own
-  %key = mul i64 %j_here, {tile}
-  %keys_all = select i1 %of_prefix, i64 %prefix, i64 %tokens
-  %keys_left = sub i64 %keys_all, %key
-  %count = call i64 @llvm.umin.i64(i64 %keys_left, i64 {tile})
-{tile_addresses}
-  %key_narrow = trunc i64 %key to i32
-  %count_narrow = trunc i64 %count to i32
-{tile_begins}
-  br label %head
-head:
-  %r = phi i64 [0, %tile], [%next_r, %head]
-  %h = add i64 %head_first, %r
-  %h_rows = mul i64 %h, %tokens
-  %h_row = add i64 %h_rows, %first
-  %top_at = getelementptr float, ptr %top, i64 %h_row
-  %total_at = getelementptr float, ptr %total, i64 %h_row
-{head_addresses}
-{of_head}
-  %next_r = add i64 %r, 1
-  %more_heads = icmp ult i64 %next_r, %repeats
-  br i1 %more_heads, label %head, label %{after_heads}
-{tile_ends}
-tile_end:
-  %after_j = add i64 %j, 1
-  %leaves = icmp eq i64 %after_j, %prefix_tiles
-  %next_j = select i1 %leaves, i64 %first_tile, i64 %after_j
-  %more_tiles = icmp ule i64 %next_j, %last_tile
-  br i1 %more_tiles, label %tile, label %part
-end:
-  ret void
-}}
-"""
-FIELD = """  %{name}_field = getelementptr i64, ptr %given, i64 {at}
-  %{name} = load {type}, ptr %{name}_field"""
-SECTION = "  %{name} = getelementptr float, ptr %mine, i64 %at_{name}"
-TILE_ADDRESS = """  %{name}_of = select i1 %of_prefix, ptr %prefix_{name}, ptr %{name}
-  %{name}_step = select i1 %of_prefix, i64 %prefix_{name}_head, i64 %{name}_head
-  %{name}_stride = select i1 %of_prefix, i64 %{width}, i64 %{name}_row
-  %{name}_group = mul i64 %group, %{name}_step
-  %{name}_before = mul i64 %key, %{name}_stride
-  %{name}_tile_at = add i64 %{name}_group, %{name}_before
-  %{name}_tile = getelementptr float, ptr %{name}_of, i64 %{name}_tile_at"""
-HEAD_ADDRESS = """  %{name}_of_head = mul i64 %h, %{name}_head
-  %{name}_of_row = mul i64 %first, %{name}_row
-  %{name}_at = add i64 %{name}_of_head, %{name}_of_row
-  %{name}_rows = getelementptr float, ptr %{name}, i64 %{name}_at"""
-ROWS = "i64 %rows, ptr %lows_at, i64 %first, i32 %key_narrow, i32 %count_narrow, i1 %of_prefix"
-FORWARD_TILE = """  call void @across(ptr %k_tile, i64 %k_stride, i64 %count, i64 %width, ptr %keys_across)
-  call void @pack(ptr %v_tile, i64 %v_stride, i64 %count, i64 %value_width, ptr %values)"""  # noqa: E501
-FORWARD_HEAD = f"""  call void @multiply(i64 %rows, ptr %q_rows, i64 %q_row, i64 1, ptr %keys_across, i64 %width, ptr %scores, i64 {{tile}}, i1 false)
-  call void @softmax({ROWS}, float %scale_float, ptr %scores, ptr %top_at, ptr %total_at, ptr %factors, ptr %sums)
-  call void @multiply(i64 %rows, ptr %scores, i64 {{tile}}, i64 1, ptr %values, i64 %count, ptr %product, i64 %value_padded, i1 false)
-  call void @merge(i64 %rows, ptr %out_rows, i64 %out_row, ptr %product, i64 %value_padded, i64 %value_width, ptr %factors, i64 1)"""  # noqa: E501
-BACKWARD_TILE = """  store float 1.0, ptr %factors
-  call void @across(ptr %k_tile, i64 %k_stride, i64 %count, i64 %width, ptr %keys_across)
-  call void @across(ptr %v_tile, i64 %v_stride, i64 %count, i64 %value_width, ptr %values_across)
-  call void @pack(ptr %k_tile, i64 %k_stride, i64 %count, i64 %width, ptr %keys)"""
-BACKWARD_HEAD = f"""  %adds = icmp ne i64 %r, 0
-  call void @multiply(i64 %rows, ptr %q_rows, i64 %q_row, i64 1, ptr %keys_across, i64 %width, ptr %scores, i64 {{tile}}, i1 false)
-  call void @multiply(i64 %rows, ptr %d_out_rows, i64 %d_out_row, i64 1, ptr %values_across, i64 %value_width, ptr %d_scores, i64 {{tile}}, i1 false)
-  call void @slopes({ROWS}, float %scale_float, ptr %scores, ptr %d_scores, ptr %top_at, ptr %total_at)
-  call void @pack(ptr %q_rows, i64 %q_row, i64 %rows, i64 %width, ptr %queries)
-  call void @pack(ptr %d_out_rows, i64 %d_out_row, i64 %rows, i64 %value_width, ptr %d_rows)
-  call void @multiply(i64 %count, ptr %scores, i64 1, i64 {{tile}}, ptr %d_rows, i64 %rows, ptr %d_values, i64 %value_padded, i1 %adds)
-  call void @multiply(i64 %count, ptr %d_scores, i64 1, i64 {{tile}}, ptr %queries, i64 %rows, ptr %d_keys, i64 %width_padded, i1 %adds)
-  call void @multiply(i64 %rows, ptr %d_scores, i64 {{tile}}, i64 1, ptr %keys, i64 %count, ptr %product, i64 %width_padded, i1 false)
-  call void @merge(i64 %rows, ptr %dq_rows, i64 %dq_row, ptr %product, i64 %width_padded, i64 %width, ptr %factors, i64 0)"""  # noqa: E501
-# blocks of queries add in their order, whichever thread has them
-BACKWARD_END = f"""waits:
-  %turn_group = mul i64 %group, %all_tiles
-  %turn_place = add i64 %turn_group, %j
-  %turn_at = getelementptr i32, ptr %turns, i64 %turn_place
-  %block_narrow = trunc i64 %block to i32
-  br label %look
-look:
-  %spins = phi i64 [0, %waits], [%more_spins, %spin], [0, %sleep]
-  %turn = load atomic i32, ptr %turn_at seq_cst, align 4
-  %is_mine = icmp eq i32 %turn, %block_narrow
-  br i1 %is_mine, label %adds_up, label %spin
-spin:
-  call void @llvm.x86.sse2.pause()
-  %more_spins = add i64 %spins, 1
-  %tired = icmp ugt i64 %more_spins, {SPINS}
-  br i1 %tired, label %sleep, label %look
-sleep:
-  %turn_wide = zext i32 %turn to i64
-  %lies = atomicrmw add ptr %sleepers, i64 1 seq_cst
-  %slept = {WAIT(at="turn_at", value="%turn_wide")}
-  %wakes = atomicrmw sub ptr %sleepers, i64 1 seq_cst
-  br label %look
-adds_up:
-  call void @merge(i64 %count, ptr %dk_tile, i64 %dk_stride, ptr %d_keys, i64 %width_padded, i64 %width, ptr %factors, i64 0)
-  call void @merge(i64 %count, ptr %dv_tile, i64 %dv_stride, ptr %d_values, i64 %value_padded, i64 %value_width, ptr %factors, i64 0)
-  %next_turn = sub i32 %block_narrow, 1
-  store atomic i32 %next_turn, ptr %turn_at seq_cst, align 4
-  %asleep = load atomic i64, ptr %sleepers seq_cst, align 8
-  %any = icmp ne i64 %asleep, 0
-  br i1 %any, label %tell, label %tile_end
-tell:
-  %told = {WAKE(at="turn_at", value=MOST_THREADS)}
-  br label %tile_end"""  # noqa: E501
-# y (rows, columns) = x P, or += x P, of panels P (columns / {panel}, deep, {panel}), and any steps
-# of x.
-MULTIPLY = """
-define internal void @multiply(i64 %rows, ptr %x, i64 %x_step, i64 %x_inner, ptr %panels, i64 %deep, ptr %y, i64 %columns, i1 %sums) {{
-begin:
-  br label %panel
-panel:
-  %c = phi i64 [0, %begin], [%next_c, %done]
-  %before = mul i64 %c, %deep
-  %panel_at = getelementptr float, ptr %panels, i64 %before
-  %y_c = getelementptr float, ptr %y, i64 %c
-  br label %look
-look:
-  %t = phi i64 [0, %panel], [%next_t, %whole]
-  %rest = sub i64 %rows, %t
-  %x_before = mul i64 %t, %x_step
-  %x_t = getelementptr float, ptr %x, i64 %x_before
-  %y_before = mul i64 %t, %columns
-  %y_t = getelementptr float, ptr %y_c, i64 %y_before
-  %full = icmp uge i64 %rest, {most}
-  br i1 %full, label %whole, label %few
-whole:
-  call void @few{most}({given})
-  %next_t = add i64 %t, {most}
-  br label %look
-few:
-  switch i64 %rest, label %done [{cases}]
-{calls}
-done:
-  %next_c = add i64 %c, {panel}
-  %more = icmp ult i64 %next_c, %columns
-  br i1 %more, label %panel, label %end
-end:
-  ret void
-}}
-"""  # noqa: E501
-GIVEN = "ptr %x_t, i64 %x_step, i64 %x_inner, ptr %panel_at, i64 %deep, ptr %y_t, i64 %columns, i1 %sums"  # noqa: E501
-# A line with {i} or {v} stands there once for each of them.
-FEW = """define internal void @few{count}({given}) {{
-begin:
-  %x_before{i} = mul i64 %x_step, {i}
-  %x{i} = getelementptr float, ptr %x_t, i64 %x_before{i}
-  %y_before{i} = mul i64 %columns, {i}
-  %y{i} = getelementptr float, ptr %y_t, i64 %y_before{i}
-  %y{i}_{v} = getelementptr {vector}, ptr %y{i}, i64 {v}
-  br i1 %sums, label %loads, label %starts
-loads:
-  %old{i}_{v} = load {vector}, ptr %y{i}_{v}, align {aligned}
-  br label %starts
-starts:
-  %sum{i}_{v} = phi {vector} [zeroinitializer, %begin], [%old{i}_{v}, %loads]
-  br label %inner
-inner:
-  %d = phi i64 [0, %starts], [%next_d, %inner]
-  %x_off = phi i64 [0, %starts], [%next_off, %inner]
-  %z{i}_{v} = phi {vector} [%sum{i}_{v}, %starts], [%next{i}_{v}, %inner]
-  %p = getelementptr [{panel} x float], ptr %panel_at, i64 %d
-  %p{v} = getelementptr {vector}, ptr %p, i64 {v}
-  %w{v} = load {vector}, ptr %p{v}, align {aligned}
-  %x_at{i} = getelementptr float, ptr %x{i}, i64 %x_off
-  %one{i} = load float, ptr %x_at{i}
-  %first{i} = insertelement {vector} poison, float %one{i}, i64 0
-  %all{i} = shufflevector {vector} %first{i}, {vector} poison, {whole} zeroinitializer
-  %next{i}_{v} = call {vector} @llvm.fma.v{lanes}f32({vector} %all{i}, {vector} %w{v}, {vector} %z{i}_{v})
-  %next_d = add i64 %d, 1
-  %next_off = add i64 %x_off, %x_inner
-  %more = icmp ult i64 %next_d, %deep
-  br i1 %more, label %inner, label %end
-end:
-  store {vector} %next{i}_{v}, ptr %y{i}_{v}, align {aligned}
-  ret void
-}}
-"""  # noqa: E501
-# Rows (rows, columns) as panels (columns / {panel}, rows, {panel}), and zeros past the last column.
-PACK = """
-define internal void @pack(ptr %source, i64 %step, i64 %rows, i64 %columns, ptr %panels) {{
-begin:
-  %panel_size = mul i64 %rows, {panel}
-  br label %some
-some:
-  %c = phi i64 [0, %begin], [%next_c, %done]
-  %left = sub i64 %columns, %c
-  %left_narrow = trunc i64 %left to i32
-{left_narrow_all}
-  %mask = icmp ugt {whole} %left_narrow_all, <{places}>
-  %panel = udiv i64 %c, {panel}
-  %within = urem i64 %c, {panel}
-  %before = mul i64 %panel, %panel_size
-  %to_at = add i64 %before, %within
-  %to = getelementptr float, ptr %panels, i64 %to_at
-  %from = getelementptr float, ptr %source, i64 %c
-  br label %row
-row:
-  %r = phi i64 [0, %some], [%next_r, %row]
-  %down = mul i64 %r, %step
-  %from_r = getelementptr float, ptr %from, i64 %down
-  %value = call {vector} @llvm.masked.load.v{lanes}f32.p0(ptr %from_r, i32 4, {mask} %mask, {vector} zeroinitializer)
-  %to_r = getelementptr [{panel} x float], ptr %to, i64 %r
-  store {vector} %value, ptr %to_r, align {aligned}
-  %next_r = add i64 %r, 1
-  %more = icmp ult i64 %next_r, %rows
-  br i1 %more, label %row, label %done
-done:
-  %next_c = add i64 %c, {lanes}
-  %more_columns = icmp ult i64 %next_c, %columns
-  br i1 %more_columns, label %some, label %end
-end:
-  ret void
-}}
-"""  # noqa: E501
-# Rows (rows, columns) as panels (rows / {panel}, columns, {panel}) of their transpose, a square of
-# values at a time: rows past the last are the last one, and columns past it zeros, which the next
-# square or nothing takes the place of.
-ACROSS = """
-define internal void @across(ptr %source, i64 %step, i64 %rows, i64 %columns, ptr %panels) {{
-begin:
-  %panel_size = mul i64 %columns, {panel}
-  %last = sub i64 %rows, 1
-  br label %some
-some:
-  %r = phi i64 [0, %begin], [%next_r, %done]
-  %panel = udiv i64 %r, {panel}
-  %within = urem i64 %r, {panel}
-  %before = mul i64 %panel, %panel_size
-  %to_at = add i64 %before, %within
-  %to = getelementptr float, ptr %panels, i64 %to_at
-  %row{l} = add i64 %r, {l}
-  %there{l} = call i64 @llvm.umin.i64(i64 %row{l}, i64 %last)
-  %down{l} = mul i64 %there{l}, %step
-  %from{l} = getelementptr float, ptr %source, i64 %down{l}
-  br label %square
-square:
-  %c = phi i64 [0, %some], [%next_c, %square]
-  %left = sub i64 %columns, %c
-  %left_narrow = trunc i64 %left to i32
-{left_narrow_all}
-  %mask = icmp ugt {whole} %left_narrow_all, <{places}>
-  %at{l} = getelementptr float, ptr %from{l}, i64 %c
-  %t0_{l} = call {vector} @llvm.masked.load.v{lanes}f32.p0(ptr %at{l}, i32 4, {mask} %mask, {vector} zeroinitializer)
-{turned}
-  %c{l} = add i64 %c, {l}
-  %to{l} = getelementptr [{panel} x float], ptr %to, i64 %c{l}
-  store {vector} %t{stages}_{l}, ptr %to{l}, align {aligned}
-  %next_c = add i64 %c, {lanes}
-  %more = icmp ult i64 %next_c, %columns
-  br i1 %more, label %square, label %done
-done:
-  %next_r = add i64 %r, {lanes}
-  %more_rows = icmp ult i64 %next_r, %rows
-  br i1 %more_rows, label %some, label %end
-end:
-  ret void
-}}
-"""  # noqa: E501
-# to = to * factor + from, a row at a time; a masked store takes longer than a plain one.
-MERGE = """
-define internal void @merge(i64 %rows, ptr %to, i64 %to_step, ptr %from, i64 %from_step, i64 %columns, ptr %factors, i64 %factor_step) {{
-begin:
-  br label %row
-row:
-  %r = phi i64 [0, %begin], [%next_r, %done]
-  %to_down = mul i64 %r, %to_step
-  %to_r = getelementptr float, ptr %to, i64 %to_down
-  %from_down = mul i64 %r, %from_step
-  %from_r = getelementptr float, ptr %from, i64 %from_down
-  %factor_down = mul i64 %r, %factor_step
-  %factor_at = getelementptr float, ptr %factors, i64 %factor_down
-  %factor = load float, ptr %factor_at
-{factor_all}
-  br label %some
-some:
-  %c = phi i64 [0, %row], [%next_c, %further]
-  %to_c = getelementptr float, ptr %to_r, i64 %c
-  %from_c = getelementptr float, ptr %from_r, i64 %c
-  %added = load {vector}, ptr %from_c, align {aligned}
-  %left = sub i64 %columns, %c
-  %whole = icmp uge i64 %left, {lanes}
-  br i1 %whole, label %plain, label %masked
-plain:
-  %old = load {vector}, ptr %to_c, align 4
-  %new = call {vector} @llvm.fma.v{lanes}f32({vector} %old, {vector} %factor_all, {vector} %added)
-  store {vector} %new, ptr %to_c, align 4
-  br label %further
-masked:
-  %left_narrow = trunc i64 %left to i32
-{left_narrow_all}
-  %mask = icmp ugt {whole} %left_narrow_all, <{places}>
-  %some_old = call {vector} @llvm.masked.load.v{lanes}f32.p0(ptr %to_c, i32 4, {mask} %mask, {vector} zeroinitializer)
-  %some_new = call {vector} @llvm.fma.v{lanes}f32({vector} %some_old, {vector} %factor_all, {vector} %added)
-  call void @llvm.masked.store.v{lanes}f32.p0({vector} %some_new, ptr %to_c, i32 4, {mask} %mask)
-  br label %further
-further:
-  %next_c = add i64 %c, {lanes}
-  %more = icmp ult i64 %next_c, %columns
-  br i1 %more, label %some, label %done
-done:
-  %next_r = add i64 %r, 1
-  %again = icmp ult i64 %next_r, %rows
-  br i1 %again, label %row, label %end
-end:
-  ret void
-}}
-"""  # noqa: E501
-# The first and the last key that a row sees, counted from the tile's first: `low` to below `high`.
-SEEN = """  %low_at = getelementptr i32, ptr %lows, i64 %r
-  %low_key = load i32, ptr %low_at
-  %low_own = sub i32 %low_key, %key
-  %low = select i1 %of_prefix, i32 0, i32 %low_own
-  %row_of = add i64 %first, %r
-  %row_narrow = trunc i64 %row_of to i32
-  %high_key = sub i32 %row_narrow, %key
-  %high_own = add i32 %high_key, 1
-  %high = select i1 %of_prefix, i32 %count, i32 %high_own
-{low_all}
-{high_all}
-  %s_down = mul i64 %r, {tile}
-  %s_r = getelementptr float, ptr %s, i64 %s_down"""
-MASK = """  %{c}_narrow = trunc i64 %{c} to i32
-{c_all}
-  %{c}_key = add {whole} %{c}_narrow_all, <{places}>
-  %{c}_low = icmp sge {whole} %{c}_key, %low_all
-  %{c}_high = icmp slt {whole} %{c}_key, %high_all
-  %{c}_mask = and {mask} %{c}_low, %{c}_high"""
-GIVEN_ROWS = "i64 %rows, ptr %lows, i64 %first, i32 %key, i32 %count, i1 %of_prefix, float %scale"
-SOFTMAX = f"""
-define internal void @softmax({GIVEN_ROWS}, ptr %s, ptr %tops, ptr %totals, ptr %factors, ptr %sums) {{{{
-begin:
-{{scale_all}}
-  br label %row
-row:
-  %r = phi i64 [0, %begin], [%next_r, %summed]
-{{seen}}
-  br label %score
-score:
-  %c = phi i64 [0, %row], [%next_c, %score]
-  %most = phi {{vector}} [splat (float {{unseen}}), %row], [%higher, %score]
-{{c_mask}}
-  %s_at = getelementptr float, ptr %s_r, i64 %c
-  %product = load {{vector}}, ptr %s_at, align {{aligned}}
-  %scaled = fmul {{vector}} %product, %scale_all
-{{capped}}
-  store {{vector}} %capped, ptr %s_at, align {{aligned}}
-  %seen = select {{mask}} %c_mask, {{vector}} %capped, {{vector}} splat (float {{unseen}})
-  %is_higher = fcmp ogt {{vector}} %seen, %most
-  %higher = select {{mask}} %is_higher, {{vector}} %seen, {{vector}} %most
-  %next_c = add i64 %c, {{lanes}}
-  %more = icmp ult i64 %next_c, {{tile}}
-  br i1 %more, label %score, label %scored
-scored:
-  %here = call nnan float @llvm.vector.reduce.fmax.v{{lanes}}f32({{vector}} %higher)
-  %top_at = getelementptr float, ptr %tops, i64 %r
-  %old_top = load float, ptr %top_at
-  %is_new = fcmp ogt float %here, %old_top
-  %top = select i1 %is_new, float %here, float %old_top
-  store float %top, ptr %top_at
-  %fell = fsub float %old_top, %top
-  %fell_at = getelementptr float, ptr %factors, i64 %r
-  store float %fell, ptr %fell_at
-{{top_all}}
-  br label %power
-power:
-  %e = phi i64 [0, %scored], [%next_e, %power]
-  %sum = phi {{vector}} [zeroinitializer, %scored], [%more_sum, %power]
-{{e_mask}}
-  %p_at = getelementptr float, ptr %s_r, i64 %e
-  %one = load {{vector}}, ptr %p_at, align {{aligned}}
-  %below = fsub {{vector}} %one, %top_all
-{{exp}}
-  %p = select {{mask}} %e_mask, {{vector}} %power_of, {{vector}} zeroinitializer
-  store {{vector}} %p, ptr %p_at, align {{aligned}}
-  %more_sum = fadd {{vector}} %sum, %p
-  %next_e = add i64 %e, {{lanes}}
-  %more_e = icmp ult i64 %next_e, {{tile}}
-  br i1 %more_e, label %power, label %summed
-summed:
-  %row_sum = call reassoc float @llvm.vector.reduce.fadd.v{{lanes}}f32(float 0.0, {{vector}} %more_sum)
-  %sum_at = getelementptr float, ptr %sums, i64 %r
-  store float %row_sum, ptr %sum_at
-  %next_r = add i64 %r, 1
-  %again = icmp ult i64 %next_r, %rows
-  br i1 %again, label %row, label %fall
-fall:
-  %f = phi i64 [0, %summed], [%next_f, %fall]
-  %left = sub i64 %rows, %f
-  %left_narrow = trunc i64 %left to i32
-{{left_narrow_all}}
-  %mask = icmp ugt {{whole}} %left_narrow_all, <{{places}}>
-  %factor_at = getelementptr float, ptr %factors, i64 %f
-  %fallen = load {{vector}}, ptr %factor_at, align {{aligned}}
-{{exp_fall}}
-  store {{vector}} %factor, ptr %factor_at, align {{aligned}}
-  %added_at = getelementptr float, ptr %sums, i64 %f
-  %added = load {{vector}}, ptr %added_at, align {{aligned}}
-  %total_at = getelementptr float, ptr %totals, i64 %f
-  %old = call {{vector}} @llvm.masked.load.v{{lanes}}f32.p0(ptr %total_at, i32 4, {{mask}} %mask, {{vector}} zeroinitializer)
-  %new = call {{vector}} @llvm.fma.v{{lanes}}f32({{vector}} %old, {{vector}} %factor, {{vector}} %added)
-  call void @llvm.masked.store.v{{lanes}}f32.p0({{vector}} %new, ptr %total_at, i32 4, {{mask}} %mask)
-  %next_f = add i64 %f, {{lanes}}
-  %more_f = icmp ult i64 %next_f, %rows
-  br i1 %more_f, label %fall, label %end
-end:
-  ret void
-}}}}
-"""  # noqa: E501
-SLOPES = f"""
-define internal void @slopes({GIVEN_ROWS}, ptr %s, ptr %d, ptr %lses, ptr %inners) {{{{
-begin:
-{{scale_all}}
-  br label %row
-row:
-  %r = phi i64 [0, %begin], [%next_r, %done]
-{{seen}}
-  %d_r = getelementptr float, ptr %d, i64 %s_down
-  %lse_at = getelementptr float, ptr %lses, i64 %r
-  %lse = load float, ptr %lse_at
-{{lse_all}}
-  %inner_at = getelementptr float, ptr %inners, i64 %r
-  %inner = load float, ptr %inner_at
-{{inner_all}}
-  br label %score
-score:
-  %c = phi i64 [0, %row], [%next_c, %score]
-{{c_mask}}
-  %s_at = getelementptr float, ptr %s_r, i64 %c
-  %product = load {{vector}}, ptr %s_at, align {{aligned}}
-  %scaled = fmul {{vector}} %product, %scale_all
-{{capped}}
-  %below = fsub {{vector}} %capped, %lse_all
-{{exp}}
-  %p = select {{mask}} %c_mask, {{vector}} %power_of, {{vector}} zeroinitializer
-  store {{vector}} %p, ptr %s_at, align {{aligned}}
-  %d_at = getelementptr float, ptr %d_r, i64 %c
-  %dp = load {{vector}}, ptr %d_at, align {{aligned}}
-  %apart = fsub {{vector}} %dp, %inner_all
-  %weighed = fmul {{vector}} %apart, %p
-  %ds_scaled = fmul {{vector}} %weighed, %scale_all
-{{slope}}
-  %ds = select {{mask}} %c_mask, {{vector}} %ds_all, {{vector}} zeroinitializer
-  store {{vector}} %ds, ptr %d_at, align {{aligned}}
-  %next_c = add i64 %c, {{lanes}}
-  %more = icmp ult i64 %next_c, {{tile}}
-  br i1 %more, label %score, label %done
-done:
-  %next_r = add i64 %r, 1
-  %again = icmp ult i64 %next_r, %rows
-  br i1 %again, label %row, label %end
-end:
-  ret void
-}}}}
-"""
-CAPPED = """{tanh}
-  %capped = fmul {vector} %curve, splat (float {cap})"""
-SLOPE = """  %flat = fmul {vector} %curve, %curve
-  %steep = fsub {vector} splat (float 1.0), %flat
-  %ds_all = fmul {vector} %ds_scaled, %steep"""
-
 
 def text_of(backward: bool, cap: float | None, lanes: int) -> str:
     """Attention's forward, or its backward, for scores with a cap or without."""
-    registers = REGISTERS[lanes]
-    names: Names = {
-        **{"lanes": lanes, "panel": registers.width, "panel_before": registers.width - 1},
-        **{"most": registers.tokens, "given": GIVEN, "aligned": F32 * lanes},
-        **{"vector": f"<{lanes} x float>", "whole": f"<{lanes} x i32>", "mask": f"<{lanes} x i1>"},
-        **{"block": BLOCK, "block_before": BLOCK - 1, "tile": TILE, "tile_before": TILE - 1},
-        "places": ", ".join(f"i32 {lane}" for lane in range(lanes)),
-        "unseen": hexadecimal(UNSEEN),
-    }
-    names |= _addresses(backward) | _counts(registers.tokens)
-    names |= _splats(lanes)
-    for c in ("c", "e"):
-        names[f"{c}_mask"] = MASK.format(**names, c=c, c_all=names[f"{c}_narrow_all"])
-    names["seen"] = SEEN.format(**names)
-    names |= _curves(names, cap, lanes)
-    texts = (DECLARED, PARTS, MULTIPLY, PACK, MERGE, SLOPES if backward else SOFTMAX)
-    few = (_few(count, names, registers) for count in range(1, registers.tokens + 1))
-    return "\n".join([*(text.format(**names) for text in texts), *few, _across(names, lanes)])
+    return Code(lanes).text(attention, backward=backward, cap=cap)
 
 
-def _addresses(backward: bool) -> Names:
-    """What a forward or a backward does, and the addresses that it takes."""
-    of_tiles = ("k", "v", "dk", "dv") if backward else ("k", "v")
-    of_heads = ("q", "d_out", "dq") if backward else ("q", "out")
-    lines = {
-        "fields": [
-            FIELD.format(name=name, at=at, type="ptr" if name in _ADDRESSES else "i64")
-            for at, name in enumerate(FIELDS)
-        ],
-        "sections": [SECTION.format(name=name) for name in SECTIONS],
-        "tile_addresses": [
-            TILE_ADDRESS.format(name=name, width="value_width" if "v" in name else "width")
-            for name in of_tiles
-        ],
-        "head_addresses": [HEAD_ADDRESS.format(name=name) for name in of_heads],
-    }
-    return {
-        **{name: "\n".join(each) for name, each in lines.items()},
-        "name": "backward" if backward else "forward",
-        "tile_begins": BACKWARD_TILE if backward else FORWARD_TILE,
-        "of_head": (BACKWARD_HEAD if backward else FORWARD_HEAD).format(tile=TILE),
-        "tile_ends": BACKWARD_END if backward else "",
-        "after_heads": "waits" if backward else "tile_end",
-    }
+class Rows(NamedTuple):
+    """Some rows of an array: a tile's keys, or a head's block of queries."""
+
+    at: Pointer
+    step: Integer
+    columns: Integer
 
 
-def _counts(most: int) -> Names:
-    """Where fewer rows than `most` are left to multiply."""
-    call = "few{count}:\n  call void @few{count}({given})\n  br label %done"
-    return {
-        "cases": " ".join(f"i64 {count}, label %few{count}" for count in range(1, most)),
-        "calls": "\n".join(call.format(count=count, given=GIVEN) for count in range(1, most)),
-    }
+class Factor(NamedTuple):
+    """A factor of a product, with any steps from one of its values to the next."""
+
+    at: Pointer
+    down: Integer
+    across: Integer
 
 
-def _splats(lanes: int) -> Names:
-    """Vectors of one value each."""
-    integers = ("left_narrow", "c_narrow", "e_narrow", "low", "high")
-    floats = ("factor", "scale", "top", "lse", "inner")
-    return {
-        **{f"{name}_all": splat(name, "i32", lanes) for name in integers},
-        **{f"{name}_all": splat(name, "float", lanes) for name in floats},
-    }
+class Own(NamedTuple):
+    """Whole rows of a thread's scratch."""
+
+    at: Aligned
+    columns: Integer
 
 
-def _curves(names: Names, cap: float | None, lanes: int) -> Names:
-    """e to what scores are below another number, and the cap of scores with its slope."""
-    curves: Names = {
-        "exp": vector_exp("below", "power_of", lanes),
-        "exp_fall": vector_exp("fallen", "factor", lanes),
-        "capped": "  %capped = freeze {vector} %scaled".format(**names),
-        "slope": "  %ds_all = freeze {vector} %ds_scaled".format(**names),
-    }
-    if cap is None:
-        return curves
-    tanh = vector_tanh("scaled", "curve", cap, lanes)
-    curves["capped"] = CAPPED.format(**names, tanh=tanh, cap=hexadecimal(cap))
-    curves["slope"] = SLOPE.format(**names)
-    return curves
+class Sight(NamedTuple):
+    """Rows of scores, of queries from `first` on, with a tile of so many keys from `key` on."""
+
+    rows: Integer
+    lows: Pointer
+    first: Integer
+    key: Integer
+    keys: Integer
+    of_prefix: Truth
+    scale: Float
 
 
-def _few(count: int, names: Names, registers: Registers) -> str:
-    """The function that multiplies so many rows with a panel, every sum in a register."""
-    return _repeated(FEW, names | {"count": count}, count, registers.vectors)
+def attention(code: Code, job: Pointer, own: Pointer, *, backward: bool, cap: float | None) -> None:
+    """Do parts: a block of queries, of all heads that share keys, with each key that it sees.
+
+    Parts with the most keys come first. Tiles of a prefix come before those of the sequence.
+    """
+    a = _given(code, job.view("ptr")[1].pointer())
+    blocks, prefix_tiles = _count(a.tokens, BLOCK), _count(a.prefix, TILE)
+    a.all_tiles = _count(a.tokens, TILE) + prefix_tiles
+    parts = blocks * a.groups
+    with code.endless() as leave:
+        number = job.view("i64").atomic("add", 1)
+        leave(number >= parts)
+        a.group, a.block = number % a.groups, blocks - number // a.groups - 1
+        a.first = a.block * BLOCK
+        a.rows = minimum(a.tokens - a.first, BLOCK)
+        a.part_lows = a.lows + a.first
+        first_tile = a.part_lows[0].astype("i64") // TILE + prefix_tiles
+        last_tile = (a.first + a.rows - 1) // TILE + prefix_tiles
+        j = Variable(where(a.prefix > 0, 0, first_tile))
+        with code.endless([j]) as leave_part:
+            leave_part(j.now > last_tile)
+            a.j, a.of_prefix = j.now, j.now < prefix_tiles
+            a.key = where(a.of_prefix, a.j, a.j - prefix_tiles) * TILE
+            a.count = minimum(where(a.of_prefix, a.prefix, a.tokens) - a.key, TILE)
+            (_backward if backward else _forward)(code, a, cap)
+            further = a.j + 1
+            j.now = where(further.equals(prefix_tiles), first_tile, further)
 
 
-def _across(names: Names, lanes: int) -> str:
-    turned = list(_turned(lanes))
-    names = names | {"stages": lanes.bit_length() - 1, "turned": "\n".join(turned)}
-    return _repeated(ACROSS, names, lanes, 1, "l")
+def _given(code: Code, given: Pointer) -> SimpleNamespace:
+    """The fields of what attention takes, and the parts of a thread's scratch."""
+    a = fields(given, FIELDS, ADDRESSES)
+    a.scale = a.scale.astype("i32").view("float")
+    a.lows, a.turns, a.sleepers = a.lows.view("i32"), a.turns.view("i32"), a.sleepers.view("i64")
+    mine = (a.scratch + given.view("i64").atomic("add", 1) * a.scratch_size).pointer(aligned=True)
+    for name in SECTIONS:
+        setattr(a, f"own_{name}", mine + getattr(a, f"at_{name}"))
+    panel = REGISTERS[code.lanes].width
+    a.padded = _count(a.width, panel) * panel
+    a.value_padded = _count(a.value_width, panel) * panel
+    return a
 
 
-def _turned(lanes: int) -> Iterator[str]:
-    """The transposition of a square, which swaps halves, then quarters, and so on."""
-    half, stage = lanes // 2, 0
+def _count(number: Value, size: int) -> Value:
+    """How many of a size hold a number."""
+    return (number + (size - 1)) // size
+
+
+def _of_tile(a: SimpleNamespace, name: str) -> Rows:
+    """The rows of a tile of keys in k, v, or their gradients."""
+    columns = a.value_width if "v" in name else a.width
+    own, prefix = ((vars(a)[f"{of}{name}"], vars(a)[f"{of}{name}_head"]) for of in ("", "prefix_"))
+    start, of_group = (where(a.of_prefix, *both) for both in zip(prefix, own, strict=True))
+    step = where(a.of_prefix, columns, vars(a)[f"{name}_row"])
+    return Rows(start.pointer() + (a.group * of_group + a.key * step), step, columns)
+
+
+def _of_head(a: SimpleNamespace, name: str, h: Value) -> Rows:
+    """The rows of a block of queries in q, out, or their gradients."""
+    step = vars(a)[f"{name}_row"]
+    at = vars(a)[name] + (h * vars(a)[f"{name}_head"] + a.first * step)
+    return Rows(at, step, a.value_width if "out" in name else a.width)
+
+
+def _scored(a: SimpleNamespace, r: Value) -> tuple[Value, tuple[Any, ...]]:
+    """Head number r of a group, and what `softmax` and `slopes` take first."""
+    h = a.group * a.repeats + r
+    row = h * a.tokens + a.first
+    sight = Sight(a.rows, a.part_lows, a.first, a.key, a.count, a.of_prefix, a.scale)
+    return h, (sight, a.own_scores, a.top + row, a.total + row)
+
+
+def _forward(code: Code, a: SimpleNamespace, cap: float | None) -> None:
+    """A tile of keys: S = Q K^T, p = e^(S scale - top), out = out e^(old top - top) + p V."""
+    code.call(across, _of_tile(a, "k"), a.count, a.own_keys_across)
+    code.call(pack, _of_tile(a, "v"), a.count, a.own_values)
+    s, product = a.own_scores, (a.own_product, a.value_padded)
+    with code.loop(0, a.repeats) as r:
+        h, scored = _scored(a, r)
+        q, out = _of_head(a, "q", h), _of_head(a, "out", h)
+        code.call(multiply, a.rows, (*q[:2], 1), a.own_keys_across, a.width, (s, TILE), 0)
+        code.call(softmax, *scored, a.own_factors, a.own_sums, cap=cap)
+        code.call(multiply, a.rows, (s, TILE, 1), a.own_values, a.count, product, 0)
+        code.call(merge, a.rows, out, product, a.own_factors, 1)
+
+
+def _backward(code: Code, a: SimpleNamespace, cap: float | None) -> None:
+    """A tile of keys: P, dS, dV = P^T dO, dK = dS^T Q over the heads, and dQ += dS K."""
+    k, v, dk, dv = (_of_tile(a, name) for name in OF_PREFIX)
+    a.own_factors[0] = 1.0
+    code.call(across, k, a.count, a.own_keys_across)
+    code.call(across, v, a.count, a.own_values_across)
+    code.call(pack, k, a.count, a.own_keys)
+    p, ds, d_rows = a.own_scores, a.own_d_scores, (a.own_product, a.padded)
+    d_keys, d_values = (a.own_d_keys, a.padded), (a.own_d_values, a.value_padded)
+    with code.loop(0, a.repeats) as r:
+        h, scored = _scored(a, r)
+        q, d_out, dq = (_of_head(a, name, h) for name in ("q", "d_out", "dq"))
+        adds = r > 0
+        of_v = a.own_values_across, a.value_width
+        code.call(multiply, a.rows, (*q[:2], 1), a.own_keys_across, a.width, (p, TILE), 0)
+        code.call(multiply, a.rows, (*d_out[:2], 1), *of_v, (ds, TILE), 0)
+        code.call(slopes, *scored, ds, cap=cap)
+        code.call(pack, q, a.rows, a.own_queries)
+        code.call(pack, d_out, a.rows, a.own_d_rows)
+        code.call(multiply, a.count, (p, 1, TILE), a.own_d_rows, a.rows, d_values, adds)
+        code.call(multiply, a.count, (ds, 1, TILE), a.own_queries, a.rows, d_keys, adds)
+        code.call(multiply, a.rows, (ds, TILE, 1), a.own_keys, a.count, d_rows, 0)
+        code.call(merge, a.rows, dq, d_rows, a.own_factors, 0)
+    with _turn(code, a):
+        code.call(merge, a.count, dk, d_keys, a.own_factors, 0)
+        code.call(merge, a.count, dv, d_values, a.own_factors, 0)
+
+
+@contextmanager
+def _turn(code: Code, a: SimpleNamespace) -> Iterator[None]:
+    """Blocks of queries add to a tile's gradients in their order, whichever thread has them."""
+    turn_at, block = a.turns + (a.group * a.all_tiles + a.j), a.block.astype("i32")
+    spins = Variable(code.value(0))
+    with code.endless([spins]) as leave:
+        turn = turn_at.load_atomic()
+        leave(turn.equals(block))
+        code.own("x86.sse2.pause", [])
+        spins.now = spins.now + 1
+        with code.when(spins.now > SPINS, [spins]):
+            a.sleepers.atomic("add", 1)
+            turn.made(WAIT(at=turn_at.text, value=turn.astype("i64").text), "i64")
+            a.sleepers.atomic("sub", 1)
+            spins.now = code.value(0)
+    yield
+    turn_at.store_atomic(block - 1)
+    with code.when(a.sleepers.load_atomic() > 0):
+        block.made(WAKE(at=turn_at.text, value=MOST_THREADS), "i64")
+
+
+def multiply(
+    code: Code, rows: Integer, x: Factor, panels: Aligned, deep: Integer, y: Own, sums: Truth
+) -> None:
+    """y (rows, columns) = x P, or += x P if it `sums`, with P (columns / panel, deep, panel)."""
+    registers = REGISTERS[code.lanes]
+    most = registers.tokens
+    with code.loop(0, y.columns, registers.width) as c:
+        panel, t = panels + c * deep, Variable(code.value(0))
+
+        def call(count: int) -> None:
+            x_t, y_t = x.at + t.now * x.down, y.at + c + t.now * y.columns
+            of_x, of_y = (x_t, *x[1:]), (y_t, y.columns)
+            code.call(few, of_x, panel, deep, of_y, sums, count=count)
+
+        with code.endless([t]) as leave:
+            leave(rows - t.now < most)
+            call(most)
+            t.now = t.now + most
+        for count in code.cases(rows - t.now, (*range(1, most), 0)):
+            if count:
+                call(count)
+
+
+def few(
+    code: Code, x: Factor, panel: Aligned, deep: Integer, y: Own, sums: Truth, *, count: int
+) -> None:
+    """So many rows of y (count, panel) = x P, or += x P, with every sum in a register."""
+    registers = REGISTERS[code.lanes]
+    firsts = [v * code.lanes for v in range(registers.vectors)]
+    rows, y_rows = zip(
+        *[(x.at + x.down * i, y.at + y.columns * i) for i in range(count)], strict=True
+    )
+    places = [row + first for row in y_rows for first in firsts]
+    z = [Variable(code.zeros()) for _ in places]
+    with code.when(sums, z):
+        for one, place in zip(z, places, strict=True):
+            one.now = place.load()
+    across = Variable(code.value(0))
+    with code.loop(0, deep, change=[across, *z]) as d:
+        w = [(panel + d * registers.width + first).load() for first in firsts]
+        for i, row in enumerate(rows):
+            x_all = row[across.now].splat()
+            for v, one in enumerate(z[i * len(w) : (i + 1) * len(w)]):
+                one.now = fma(x_all, w[v], one.now)
+        across.now = across.now + x.across
+    for one, place in zip(z, places, strict=True):
+        place.store(one.now)
+
+
+def pack(code: Code, x: Rows, rows: Integer, panels: Aligned) -> None:
+    """Rows x (rows, columns) as panels (columns / panel, rows, panel), and zeros past the last."""
+    width = REGISTERS[code.lanes].width
+    with code.loop(0, x.columns, code.lanes) as c:
+        mask, to = (x.columns - c).mask(), panels + (c // width * (rows * width) + c % width)
+        with code.loop(0, rows) as r:
+            (to + r * width).store((x.at + c + r * x.step).load(mask))
+
+
+def across(code: Code, x: Rows, rows: Integer, panels: Aligned) -> None:
+    """Rows x (rows, columns) as panels (rows / panel, columns, panel) of their transpose.
+
+    A square of values is taken at a time. Rows past the last are the last one, and columns past it
+    zeros, which the next square or nothing takes the place of.
+    """
+    width, lanes = REGISTERS[code.lanes].width, code.lanes
+    with code.loop(0, rows, lanes) as r:
+        to = panels + (r // width * (x.columns * width) + r % width)
+        lines = [x.at + minimum(r + lane, rows - 1) * x.step for lane in range(lanes)]
+        with code.loop(0, x.columns, lanes) as c:
+            mask = (x.columns - c).mask()
+            for lane, column in enumerate(_transposed([(line + c).load(mask) for line in lines])):
+                (to + (c + lane) * width).store(column)
+
+
+def _transposed(square: list[Value]) -> list[Value]:
+    """The columns of as many rows: it swaps halves, then quarters, and so on."""
+    lanes = len(square)
+    half = lanes // 2
     while half:
+        own = [lane if not lane & half else lanes + lane - half for lane in range(lanes)]
+        far = [lane + half if not lane & half else lanes + lane for lane in range(lanes)]
         for at in range(lanes):
-            if at & half:
-                continue
-            one, other = f"%t{stage}_{at}", f"%t{stage}_{at | half}"
-            first = [lane if not lane & half else lanes + lane - half for lane in range(lanes)]
-            last = [lane + half if not lane & half else lanes + lane for lane in range(lanes)]
-            for to, order in ((at, first), (at | half, last)):
-                places = ", ".join(f"i32 {place}" for place in order)
-                yield (
-                    f"  %t{stage + 1}_{to} = shufflevector <{lanes} x float> {one}, "
-                    f"<{lanes} x float> {other}, <{lanes} x i32> <{places}>"
-                )
-        half, stage = half // 2, stage + 1
+            if not at & half:
+                one, other = square[at], square[at | half]
+                square[at], square[at | half] = one.shuffle(other, own), one.shuffle(other, far)
+        half //= 2
+    return square
 
 
-def _repeated(text: str, names: Names, count: int, vectors: int, row: str = "i") -> str:
-    """A text in which lines that name a row or a vector stand once for each."""
-    lines = []
-    for line in text.splitlines():
-        rows = range(count if f"{{{row}}}" in line else 1)
-        for at in rows:
-            for vector in range(vectors if "{v}" in line else 1):
-                lines.append(line.format(**names | {row: at, "v": vector}))
-    return "\n".join(lines)
+def merge(
+    code: Code, rows: Integer, to: Rows, x: Own, factors: Pointer, factor_step: Integer
+) -> None:
+    """to = to * factor + x, a row at a time."""
+    with code.loop(0, rows) as r:
+        factor = factors[r * factor_step].splat()
+        to_row, row = to.at + r * to.step, x.at + r * x.columns
+        with code.loop(0, to.columns, code.lanes) as c:
+            place, added, left = to_row + c, (row + c).load(), to.columns - c
+            for whole in code.either(left >= code.lanes):  # a masked store takes longer
+                mask = None if whole else left.mask()
+                place.store(fma(place.load(mask), factor, added), mask)
+
+
+def _capped(x: Value, cap: float | None) -> tuple[Value, Value | None]:
+    """c tanh(x / c) with its slope, or x without a cap."""
+    if cap is None:
+        return x, None
+    curve = tanh(x, cap)
+    return curve * cap, curve.like(1.0) - curve * curve
+
+
+def _seen(code: Code, r: Value, of: Sight) -> Callable[[Value], Value]:
+    """The mask of the keys that row r sees, of those from a number on that counts from `key`."""
+    key = of.key.astype("i32")
+    low = where(of.of_prefix, 0, of.lows.view("i32")[r] - key).splat()
+    high = (of.first + r).astype("i32") - key + 1
+    high = where(of.of_prefix, of.keys.astype("i32"), high).splat()
+
+    def seen(c: Value) -> Value:
+        keys = c.astype("i32").splat() + code.arange()
+        return (keys >= low) & (keys < high)
+
+    return seen
+
+
+def softmax(
+    code: Code,
+    sight: Sight,
+    s: Aligned,
+    tops: Pointer,
+    totals: Pointer,
+    factors: Aligned,
+    sums: Aligned,
+    *,
+    cap: float | None,
+) -> None:
+    """s = e^(s scale - top) in place, and what it changes of earlier tiles (online softmax).
+
+    top = max(old top, s scale), factor = e^(old top - top), total = total * factor + sum of s
+    """
+    scales = sight.scale.splat()
+    with code.loop(0, sight.rows) as r:
+        seen = _seen(code, r, sight)
+        row, most = s + r * TILE, Variable(code.zeros().like(UNSEEN))
+        with code.loop(0, TILE, code.lanes, [most]) as c:
+            score, _ = _capped((row + c).load() * scales, cap)
+            (row + c).store(score)
+            score = where(seen(c), score, UNSEEN)
+            most.now = where(score > most.now, score, most.now)
+        here, old = most.now.max(), tops[r]
+        top = where(here > old, here, old)
+        tops[r], factors[r] = top, old - top
+        top, total = top.splat(), Variable(code.zeros())
+        with code.loop(0, TILE, code.lanes, [total]) as c:
+            p = where(seen(c), exp((row + c).load() - top), 0.0)
+            (row + c).store(p)
+            total.now = total.now + p
+        sums[r] = total.now.sum()
+    with code.loop(0, sight.rows, code.lanes) as r:
+        factor, mask, place = exp((factors + r).load()), (sight.rows - r).mask(), totals + r
+        (factors + r).store(factor)
+        place.store(fma(place.load(mask), factor, (sums + r).load()), mask)
+
+
+def slopes(
+    code: Code,
+    sight: Sight,
+    s: Aligned,
+    lses: Pointer,
+    inners: Pointer,
+    d: Aligned,
+    *,
+    cap: float | None,
+) -> None:
+    """s = P = e^(s scale - lse) and d = dS = (d - inner) * P * scale, in place."""
+    scales = sight.scale.splat()
+    with code.loop(0, sight.rows) as r:
+        seen = _seen(code, r, sight)
+        row, d_row = s + r * TILE, d + r * TILE
+        lse, inner = lses[r].splat(), inners[r].splat()
+        with code.loop(0, TILE, code.lanes) as c:
+            score, slope = _capped((row + c).load() * scales, cap)
+            p = where(seen(c), exp(score - lse), 0.0)
+            (row + c).store(p)
+            ds = ((d_row + c).load() - inner) * p * scales
+            ds = ds if slope is None else ds * slope
+            (d_row + c).store(where(seen(c), ds, 0.0))

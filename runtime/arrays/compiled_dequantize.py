@@ -16,76 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.stored import Matrix
+from runtime.machine.llvm_code import Code, Integer, Pointer, Value
 from runtime.machine.machine_code import compile_all, function
 
 Stored = tuple[npt.NDArray[Any], ...]
 """Words (R, C * bits / 32), scales (R, G), and biases (R, G) if there are any."""
 
-# y[r, g] = scale * (codes - middle), a group g of row r at a time. Of 4 bits, the lower of a byte
-# come first.
-DEQUANTIZE = """
-define void @dequantize(ptr %words, ptr %scales, ptr %biases, ptr %y, ptr %shifts, i64 %groups,
-                        i64 %between, i64 %rows) {{
-begin:
-  br label %row
-row:
-  %r = phi i64 [0, %begin], [%next_r, %done]
-  %before = mul i64 %r, %between
-  %y_before = mul i64 %r, %groups
-  br label %group
-group:
-  %g = phi i64 [0, %row], [%next_g, %group]
-  %at = add i64 %before, %g
-  %words_at = getelementptr [{octets} x i8], ptr %words, i64 %at
-  %octets = load <{octets} x i8>, ptr %words_at, align 1
-{unpack}
-  %signed = sub <{size} x i8> %codes, splat (i8 {middle})
-  %integers = sitofp <{size} x i8> %signed to <{size} x float>
-  %scale_at = getelementptr {half}, ptr %scales, i64 %at
-{scale}
-  %one_scale = insertelement <{size} x float> poison, float %scale, i64 0
-  %all_scale = shufflevector <{size} x float> %one_scale, <{size} x float> poison, <{size} x i32> zeroinitializer
-  %scaled = fmul <{size} x float> %integers, %all_scale
-  %values = fptrunc <{size} x float> %scaled to <{size} x bfloat>
-  %y_group = add i64 %y_before, %g
-{shift}
-  %y_at = getelementptr [{size} x bfloat], ptr %y, i64 %y_group
-  store <{size} x bfloat> %values, ptr %y_at, align 2
-  %next_g = add i64 %g, 1
-  %more = icmp ult i64 %next_g, %groups
-  br i1 %more, label %group, label %done
-done:
-  %next_r = add i64 %r, 1
-  %again = icmp ult i64 %next_r, %rows
-  br i1 %again, label %row, label %end
-end:
-  ret void
-}}
-"""  # noqa: E501
-UNPACK = {
-    8: "  %codes = freeze <{size} x i8> %octets",
-    4: """  %low = and <{octets} x i8> %octets, splat (i8 15)
-  %high = lshr <{octets} x i8> %octets, splat (i8 4)
-  %codes = shufflevector <{octets} x i8> %low, <{octets} x i8> %high, <{size} x i32> <{order}>""",
-}
-SHIFT = """  %bias_at = getelementptr {half}, ptr %biases, i64 %at
-{bias}
-  %middle = fmul float %scale, {middle}.0
-  %shift = fadd float %bias, %middle
-  %shift_at = getelementptr float, ptr %shifts, i64 %y_group
-  store float %shift, ptr %shift_at"""
-# A bfloat16 is the upper half of its float32. For LLVM's own conversion of it, processors without
-# such instructions may call a function that is not there.
-READ = {
-    "float": "  %{name} = load float, ptr %{name}_at",
-    "half": """  %half_{name} = load half, ptr %{name}_at
-  %{name} = fpext half %half_{name} to float""",
-    "bfloat": """  %half_{name} = load i16, ptr %{name}_at
-  %wide_{name} = zext i16 %half_{name} to i32
-  %upper_{name} = shl i32 %wide_{name}, 16
-  %{name} = bitcast i32 %upper_{name} to float""",
-}
-HALVES = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
+TYPES = {"float32": "float", "float16": "half", "bfloat16": "i16"}
 
 
 @cache
@@ -94,15 +31,59 @@ def text_of(bits: int, size: int, scales: str, affine: bool) -> str:
 
     The shifts of affine groups are stored apart.
     """
-    octets, half = size * bits // 8, HALVES[scales]
-    order = ", ".join(f"i32 {at // 2 + octets * (at % 2)}" for at in range(size))
-    sizes = {"size": size, "octets": octets, "half": half, "middle": 1 << (bits - 1)}
-    sizes |= {name: READ[half].format(name=name) for name in ("scale", "bias")}
-    return DEQUANTIZE.format(
-        **sizes,
-        unpack=UNPACK[bits].format(**sizes, order=order),
-        shift=SHIFT.format(**sizes) if affine else "",
-    )
+    return Code().text(_dequantize, bits=bits, size=size, dtype=scales, affine=affine)
+
+
+def _dequantize(
+    code: Code,
+    words: Pointer,
+    scales: Pointer,
+    biases: Pointer,
+    y: Pointer,
+    shifts: Pointer,
+    groups: Integer,
+    between: Integer,
+    rows: Integer,
+    *,
+    bits: int,
+    size: int,
+    dtype: str,
+    affine: bool,
+) -> None:
+    """y = scale * (code - middle), a group at a time; from row to row of scales are `between`."""
+    middle = 1 << (bits - 1)
+    words, y = words.view("i8"), y.view("bfloat")
+    scales, biases = scales.view(TYPES[dtype]), biases.view(TYPES[dtype])
+    with code.loop(0, rows) as r:
+        first, y_first = r * between, r * groups
+        with code.loop(0, groups) as g:
+            at, to = first + g, y_first + g
+            codes = unpacked(words + at * (size * bits // 8), size, bits)
+            scale = widened(scales[at])
+            values = (codes - middle).astype("float") * scale.splat(size)
+            (y + to * size).store(values.astype("bfloat"))
+            if affine:
+                shifts[to] = widened(biases[at]) + scale * middle
+
+
+def unpacked(words: Pointer, size: int, bits: int, in_order: bool = True) -> Value:
+    """So many codes, a byte each; of two in a byte the lower is first, or all lower ones are."""
+    octets = words.load(lanes=size * bits // 8)
+    if bits == 8:
+        return octets
+    order = [at // 2 + octets.lanes * (at % 2) for at in range(size)]
+    return (octets & 15).shuffle(octets >> 4, order if in_order else range(size))
+
+
+def widened(numbers: Value) -> Value:
+    """Scales or biases as float32, of which a bfloat16 is the upper half.
+
+    For LLVM's own conversion of it, processors without such instructions may call a function that
+    is not there.
+    """
+    if numbers.of == "i16":
+        return (numbers.astype("i32") << 16).view("float")
+    return numbers.astype("float") if numbers.of == "half" else numbers
 
 
 class Mapped(Protocol):

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.compiled_dequantize import HALVES, UNPACK
+from runtime.arrays.compiled_dequantize import TYPES, unpacked, widened
 from runtime.arrays.stored import Matrix
+from runtime.machine.llvm_code import Code, Integer, Pointer, Variable, fma
 from runtime.machine.machine_code import compile_all, function
 
 Floats = npt.NDArray[np.float32]
@@ -26,71 +27,6 @@ Input = tuple[Floats, int, int, Floats]
 FEW = 1 << 21  # products of two values; for fewer a second thread costs what it saves
 AT_ONCE = 256  # sums that are kept in registers
 AHEAD = 4096  # bytes of words: a processor itself fetches nothing from the next page
-
-# y[t, row] = sum over groups of scale * codes . x[t] + bias * (sum of x[t]), a group at a time. Of
-# two codes in a byte all lower ones precede all upper ones, in x as well. A line with {t} stands
-# there once for each t. x is (G, T, C / G), its sums of groups (G, T), y (T, R).
-PRODUCT = """
-declare float @llvm.vector.reduce.fadd.v{size}f32(float, <{size} x float>)
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-define void @product(ptr %words, ptr %scales, ptr %biases, ptr %x, ptr %sums, ptr %y, i64 %groups,
-                     i64 %rows, i64 %start, i64 %stop) {{
-begin:
-  br label %row
-row:
-  %r = phi i64 [%start, %begin], [%next_r, %stored]
-  %before = mul i64 %r, %groups
-  br label %group
-group:
-  %g = phi i64 [0, %row], [%next_g, %group]
-  %sum{t} = phi <{size} x float> [zeroinitializer, %row], [%next_sum{t}, %group]
-  %shift{t} = phi float [0.0, %row], [%next_shift{t}, %group]
-  %at = add i64 %before, %g
-  %words_at = getelementptr [{octets} x i8], ptr %words, i64 %at
-  %ahead = getelementptr i8, ptr %words_at, i64 {ahead}
-  call void @llvm.prefetch.p0(ptr %ahead, i32 0, i32 3, i32 1)
-  %scale_at = getelementptr {half}, ptr %scales, i64 %at
-  %octets = load <{octets} x i8>, ptr %words_at, align 1
-  %half_scale = load {half}, ptr %scale_at
-{unpack}
-  %integers = uitofp <{size} x i8> %codes to <{size} x float>
-  %scale = fpext {half} %half_scale to float
-{bias}
-  %one_scale = insertelement <{size} x float> poison, float %scale, i64 0
-  %all_scale = shufflevector <{size} x float> %one_scale, <{size} x float> poison, <{size} x i32> zeroinitializer
-  %values = fmul <{size} x float> %integers, %all_scale
-  %first = mul i64 %g, {count}
-  %t{t} = add i64 %first, {t}
-  %x_at{t} = getelementptr [{size} x float], ptr %x, i64 %t{t}
-  %x{t} = load <{size} x float>, ptr %x_at{t}, align 4
-  %product{t} = fmul contract <{size} x float> %values, %x{t}
-  %next_sum{t} = fadd contract <{size} x float> %sum{t}, %product{t}
-  %x_sum_at{t} = getelementptr float, ptr %sums, i64 %t{t}
-  %x_sum{t} = load float, ptr %x_sum_at{t}
-  %of_bias{t} = fmul contract float %bias, %x_sum{t}
-  %next_shift{t} = fadd contract float %shift{t}, %of_bias{t}
-  %next_g = add i64 %g, 1
-  %more = icmp ult i64 %next_g, %groups
-  br i1 %more, label %group, label %stored
-stored:
-  %total{t} = call reassoc float @llvm.vector.reduce.fadd.v{size}f32(float %next_shift{t}, <{size} x float> %next_sum{t})
-  %before{t} = mul i64 %rows, {t}
-  %place{t} = add i64 %before{t}, %r
-  %y_at{t} = getelementptr float, ptr %y, i64 %place{t}
-  store float %total{t}, ptr %y_at{t}
-  %next_r = add i64 %r, 1
-  %again = icmp ult i64 %next_r, %stop
-  br i1 %again, label %row, label %end
-end:
-  ret void
-}}
-"""  # noqa: E501
-BIAS = {
-    "affine": """  %bias_at = getelementptr {half}, ptr %biases, i64 %at
-  %half_bias = load {half}, ptr %bias_at
-  %bias = fpext {half} %half_bias to float""",
-    "symmetric": "  %bias = freeze float %scale",  # -2**(bits-1) is in the sums of x
-}
 
 
 class Mapped(Protocol):
@@ -188,15 +124,51 @@ def _text(matrix: Matrix, count: int) -> str:
 @cache
 def text_of(bits: int, size: int, layout: str, scales: str, count: int) -> str:
     """The product of so many rows, for groups of `size` columns and scales of a type."""
-    octets = size * bits // 8
-    half = HALVES[scales]
-    sizes = {"size": size, "octets": octets, "half": half, "count": count, "ahead": AHEAD}
-    order = ", ".join(f"i32 {at}" for at in range(size))
-    sizes["bias"] = BIAS[layout].format(half=half)
-    sizes["unpack"] = UNPACK[bits].format(**sizes, order=order)
-    lines = [
-        line.format(**sizes, t=t)
-        for line in PRODUCT.splitlines()
-        for t in range(count if "{t}" in line else 1)
-    ]
-    return "\n".join(lines)
+    settings = {"bits": bits, "size": size, "layout": layout, "dtype": scales, "count": count}
+    return Code().text(_product, **settings)
+
+
+def _product(
+    code: Code,
+    words: Pointer,
+    scales: Pointer,
+    biases: Pointer,
+    x: Pointer,
+    sums: Pointer,
+    y: Pointer,
+    groups: Integer,
+    rows: Integer,
+    start: Integer,
+    stop: Integer,
+    *,
+    bits: int,
+    size: int,
+    layout: str,
+    dtype: str,
+    count: int,
+) -> None:
+    """y[t, row] = sum over groups of scale * codes . x[t] + bias * (sum of x[t]), (T, R).
+
+    Of two codes in a byte all lower ones precede all upper ones, in x as well. x is
+    (G, T, C / G), and its sums of groups (G, T).
+    """
+    words, octets = words.view("i8"), size * bits // 8
+    scales, biases = scales.view(TYPES[dtype]), biases.view(TYPES[dtype])
+    with code.loop(start, stop) as r:
+        first = r * groups
+        z = [Variable(code.value(0.0, "float", size)) for _ in range(count)]
+        shifts = [Variable(code.value(0.0, "float")) for _ in range(count)]
+        with code.loop(0, groups, change=[*z, *shifts]) as g:
+            at = first + g
+            (words + at * octets + AHEAD).prefetch(locality=3)
+            codes = unpacked(words + at * octets, size, bits, in_order=False)
+            scale = widened(scales[at])
+            # without biases -2**(bits-1) is in the sums of x
+            bias = widened(biases[at]) if layout == "affine" else scale
+            values = codes.astype("i32").astype("float") * scale.splat(size)
+            for t, (one, shift) in enumerate(zip(z, shifts, strict=True)):
+                of_x = g * count + t
+                one.now = fma(values, (x + of_x * size).load(lanes=size), one.now)
+                shift.now = fma(bias, sums[of_x], shift.now)
+        for t, (one, shift) in enumerate(zip(z, shifts, strict=True)):
+            y[rows * t + r] = one.now.sum(onto=shift.now)

@@ -30,7 +30,7 @@ MOST_THREADS = 1024
 # its code is; the threads that sleep until the ticket changes; whether the caller sleeps until
 # none is inside; whether it waited too long. A thread counts itself in, and looks at the ticket
 # again. Whoever sleeps says so before the system compares the number for which it waits (futex).
-FUTEX = """call i64 asm sideeffect "syscall", "={{rax}},{{rax}},{{rdi}},{{rsi}},{{rdx}},{{r10}},{{r8}},{{r9}},~{{rcx}},~{{r11}},~{{memory}}"(i64 202, ptr %{at}, i64 {operation}, i64 {value}, i64 0, i64 0, i64 0)"""  # noqa: E501
+FUTEX = """call i64 asm sideeffect "syscall", "={{rax}},{{rax}},{{rdi}},{{rsi}},{{rdx}},{{r10}},{{r8}},{{r9}},~{{rcx}},~{{r11}},~{{memory}}"(i64 202, ptr {at}, i64 {operation}, i64 {value}, i64 0, i64 0, i64 0)"""  # noqa: E501
 WAIT, WAKE = (partial(FUTEX.format, operation=operation) for operation in (128, 129))
 LEAD = f"""define void @lead(ptr %shared, ptr %own) {{
 begin:
@@ -46,7 +46,7 @@ begin:
   %awake = icmp eq i64 %asleep, 0
   br i1 %awake, label %run, label %wake
 wake:
-  %woken = {WAKE(at="shared", value=MOST_THREADS)}
+  %woken = {WAKE(at="%shared", value=MOST_THREADS)}
   br label %run
 run:
   %began = call i64 @llvm.readcyclecounter()
@@ -66,7 +66,7 @@ spin:
   br i1 %more, label %wait, label %sleep
 sleep:
   store atomic i64 1, ptr %waits_at seq_cst, align 8
-  %slept = {WAIT(at="inside_at", value="%inside")}
+  %slept = {WAIT(at="%inside_at", value="%inside")}
   store atomic i64 0, ptr %waits_at seq_cst, align 8
   br label %wait
 end:
@@ -106,7 +106,7 @@ idle:
 sleep:
   %seen = and i64 %ticket, 4294967295
   %lies = atomicrmw add ptr %asleep_at, i64 1 seq_cst
-  %slept = {WAIT(at="shared", value="%seen")}
+  %slept = {WAIT(at="%shared", value="%seen")}
   %wakes = atomicrmw sub ptr %asleep_at, i64 1 seq_cst
   br label %look
 enter:
@@ -124,7 +124,7 @@ leave:
   %waited = icmp ne i64 %waits, 0
   br i1 %waited, label %tell, label %left_it
 tell:
-  %told = {WAKE(at="inside_at", value=1)}
+  %told = {WAKE(at="%inside_at", value=1)}
   br label %left_it
 left_it:
   br label %look

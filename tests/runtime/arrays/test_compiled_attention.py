@@ -5,6 +5,7 @@ Its forward and backward are tested beside those of `AttentionBlocks`, in `test_
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import mlx.core as mx
@@ -19,32 +20,14 @@ from runtime.arrays import compiled_attention
 from runtime.arrays.arrays import CpuArrays
 from runtime.arrays.attention_text import REGISTERS, text_of
 from runtime.arrays.compiled_products import CompiledProducts, registers
-from runtime.arrays.vector_text import LOWEST, hexadecimal, vector_exp, vector_tanh
+from runtime.arrays.vector_text import LOWEST, exp, tanh
 from runtime.machine.compiling_process import image
+from runtime.machine.llvm_code import Code, Integer, Pointer, Value, hexadecimal
 from runtime.machine.machine_code import compile_all, function
 from runtime.operations.attention_kernel import CompiledBlocks
 from runtime.operations.prefix_kernel import Prefix, Scoring
 
 CAP = 30.0
-CURVES = """
-declare {vector} @llvm.fma.v{lanes}f32({vector}, {vector}, {vector})
-define void @curves(ptr %given, ptr %made, i64 %count) {{
-begin:
-  br label %some
-some:
-  %at = phi i64 [0, %begin], [%next, %some]
-  %x_at = getelementptr float, ptr %given, i64 %at
-  %x = load {vector}, ptr %x_at, align 4
-{curve}
-  %y_at = getelementptr float, ptr %made, i64 %at
-  store {vector} %y, ptr %y_at, align 4
-  %next = add i64 %at, {lanes}
-  %more = icmp ult i64 %next, %count
-  br i1 %more, label %some, label %end
-end:
-  ret void
-}}
-"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,38 +36,40 @@ def compiled_at_once() -> None:
     compile_all(text_of(*how) for how in product((False, True), (None, 2.5), REGISTERS))
 
 
-def curve(text: str, x: np.ndarray) -> np.ndarray:
-    """What a text makes of float32 numbers x, of which there are whole vectors."""
-    lanes = registers().lanes
+def curve(of: Callable[[Value], Value], x: np.ndarray) -> np.ndarray:
+    """A curve of float32 numbers x, of which there are whole vectors."""
+
+    def curves(code: Code, given: Pointer, made: Pointer, count: Integer) -> None:
+        with code.loop(0, count, code.lanes) as at:
+            (made + at).store(of((given + at).load()))
+
     made, x = np.empty_like(x), np.ascontiguousarray(x, np.float32)
-    whole = CURVES.format(curve=text, lanes=lanes, vector=f"<{lanes} x float>")
-    function(whole, 3)(x.ctypes.data, made.ctypes.data, len(x))
+    text = Code(registers().lanes).text(curves)
+    function(text, 3)(x.ctypes.data, made.ctypes.data, len(x))
     return made
 
 
 def test_exponentials_are_within_one_and_a_quarter_ten_millionths(rng: Rng) -> None:
-    text = vector_exp("x", "y", registers().lanes)
     x = np.concatenate([rng.uniform(LOWEST, 1, 1 << 18), rng.uniform(-1, 1, 1 << 18)])
     x = x.astype(np.float32)
     exact = np.exp(x.astype(np.float64))
-    errors = curve(text, x) / exact - 1
+    errors = curve(exp, x) / exact - 1
     assert np.abs(errors).max() <= 1.25e-7
     assert abs(errors.mean()) <= 1e-9
     ends = np.array([0, LOWEST, LOWEST - 1, -np.inf, *[np.nan] * 12], np.float32)
     ends.view(np.uint32)[-8:] += 1  # a nan too
-    found = curve(text, ends)
+    found = curve(exp, ends)
     assert found[0] == 1
     assert (found[1:4] <= 1.7e-38).all()
     assert np.isnan(found[4:]).all()
 
 
 def test_caps_are_within_a_few_roundings_also_of_small_scores(rng: Rng) -> None:
-    text = vector_tanh("x", "y", CAP, registers().lanes)
     x = (CAP * 10.0 ** rng.uniform(-6, 2, 1 << 18) * rng.choice([-1, 1], 1 << 18)).astype(
         np.float32
     )
     exact = np.tanh(x.astype(np.float64) / CAP)
-    assert np.abs(curve(text, x) / exact - 1).max() <= 4e-7
+    assert np.abs(curve(lambda x: tanh(x, CAP), x) / exact - 1).max() <= 4e-7
     assert hexadecimal(1.0) == "0x3FF0000000000000"
 
 
