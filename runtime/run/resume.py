@@ -6,12 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from runtime.bundle.store import Bundle
 from runtime.config.base import load, to_toml
 from runtime.config.train import TrainConfig
-from runtime.core.errors import BundleError, UsageError
+from runtime.core.errors import UsageError
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.notes import silent, warning
 from runtime.core.units import format_bytes
@@ -26,11 +24,7 @@ from runtime.run.budget import (
     training,
 )
 from runtime.run.ending import ENDS, FURTHER
-from runtime.run.folder import (
-    PLAN,
-    RunFolder,
-    read_json,
-)
+from runtime.run.folder import PLAN, RunFolder
 from runtime.run.lora import to_resume
 from runtime.run.opened import Opened, Progress, announce, machine_of_run, progress_of, weights_of
 from runtime.run.processes import team_of
@@ -83,6 +77,7 @@ def _resume(path: Path, events: Events, wanted: dict[str, Any], team: Team) -> T
         folder.prepare_to_resume()
         for name in (CONFIG, PLAN):
             folder.check(name)
+        folder.plan()  # first, since it says whether this version reads the run's files
         before = load(TrainConfig, path / CONFIG, {})
         if "epochs" in wanted:
             wanted = {"steps": None, **wanted}  # the run's own, which they replace
@@ -138,7 +133,7 @@ def _continue(
     trainer = Trainer(opened, adapters, running, progress)
     if trainer.ended:
         _say_ended(trainer, before, events)
-    folder.write_json(PLAN, chosen)
+    folder.write_plan(chosen)
     folder.write(CONFIG, to_toml(config).encode())
     if not trainer.ended:
         events.note(f"resuming after step {progress.done} of {config.steps}")
@@ -190,15 +185,7 @@ def _plan_again(
     config: TrainConfig, bundle: Bundle, folder: RunFolder, events: Events, workers: int
 ) -> Plan:
     """The plan that the run was started with, or a new one where it cannot be executed again."""
-    path = folder.path / PLAN
-    try:
-        stored = msgspec.convert(read_json(path), Plan)
-    except (msgspec.ValidationError, UnicodeError) as problem:
-        raise BundleError(
-            f"{path} is damaged: {problem}; if another version of ondevice wrote it, go on with "
-            f"that one, or {another_run(folder.path)}"
-        ) from None
-    manifest = bundle.manifest
+    stored, manifest = folder.plan(), bundle.manifest
     machine = machine_of_run(config, bundle)
     wanted = training(config, manifest, workers)
     made = Planner(manifest, machine).again(stored, wanted.task)

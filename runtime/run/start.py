@@ -26,10 +26,7 @@ from runtime.run.budget import (
     training,
     training_machine,
 )
-from runtime.run.folder import (
-    PLAN,
-    RunFolder,
-)
+from runtime.run.folder import RunFolder
 from runtime.run.lora import to_train
 from runtime.run.opened import Opened, Progress, announce, machine_of_run, weights_of
 from runtime.run.processes import team_of
@@ -163,7 +160,7 @@ def _begin(
     opened = Opened(fixed, folder, session, samples, rows, team, meter, events)
     adapters, running = opened.first_state()
     invite(opened)
-    folder.write_json(PLAN, chosen)
+    folder.write_plan(chosen)
     folder.write(CONFIG, to_toml(fixed).encode())
     if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
         events.note(warning(bundle.manifest.quality.warning()))
