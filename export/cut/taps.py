@@ -184,8 +184,8 @@ class LayerTap:
     @classmethod
     def of(cls, taps: Taps, index: int, layer: nn.Module) -> LayerTap:
         """A tap that is of the layer's class too, since models ask; as a module it is empty."""
-        both: type[LayerTap] = type(cls.__name__, (cls, type(layer)), {})
-        return both(taps, index, layer)
+        tapped: type[LayerTap] = type(cls.__name__, (cls, type(layer)), {})
+        return tapped(taps, index, layer)
 
     def __init__(self, taps: Taps, index: int, layer: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -329,12 +329,12 @@ def _longest_list(model: nn.Module) -> tuple[str, nn.Module, str]:
         (f"{path}.{key}".removeprefix("."), module, key)
         for path, module in model.named_modules()
         for key, value in module.items()
-        if isinstance(value, list) and value and all(isinstance(one, nn.Module) for one in value)
+        if isinstance(value, list) and value and all(isinstance(item, nn.Module) for item in value)
         if not any(part.isdecimal() for part in path.split("."))
     ]
     if not lists:
         raise BundleError("the model has no list of layers; such models are not supported")
-    return max(sorted(lists, key=lambda one: one[0]), key=lambda one: len(one[1][one[2]]))
+    return max(sorted(lists, key=lambda place: place[0]), key=lambda place: len(place[1][place[2]]))
 
 
 def attention_windows(taps: Taps, config: dict[str, Any]) -> list[int | None]:

@@ -166,14 +166,14 @@ def describe_trust(bundle: Bundle) -> str:
 def _quality(manifest: Manifest) -> str:
     """Bits per weight, their calibration, and the loss of quality."""
     calibration = manifest.provenance.get("calibration")
-    how = ""
+    calibrated = ""
     if isinstance(calibration, dict):
         tokens, data = calibration.get("tokens"), calibration.get("data")
-        how = f", calibrated on {printable(tokens)} tokens of {printable(data)}"
+        calibrated = f", calibrated on {printable(tokens)} tokens of {printable(data)}"
     quality = manifest.quality
     lost = "not measured" if quality is None else quality.describe()
     warning = "" if quality is None or not quality.is_hurt else f"\nwarning: {quality.warning()}"
-    return f"{manifest.bits_per_weight:.2f} bits per weight{how}; {lost}{warning}"
+    return f"{manifest.bits_per_weight:.2f} bits per weight{calibrated}; {lost}{warning}"
 
 
 def _operations(block_type: BlockType) -> list[str]:

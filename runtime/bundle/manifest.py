@@ -163,8 +163,8 @@ class Manifest(Record, frozen=True):
     @property
     def warnings(self) -> list[str]:
         """What the export found odd about the tokenizer; whatever else stands there is none."""
-        found = self.provenance.get(WARNINGS, [])
-        texts = found if isinstance(found, list) else []
+        recorded = self.provenance.get(WARNINGS, [])
+        texts = recorded if isinstance(recorded, list) else []
         return [text for text in texts if isinstance(text, str)]
 
     @property

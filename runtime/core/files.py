@@ -48,8 +48,8 @@ def require_file(path: Path) -> None:
     """Raise OSError unless a path leads to a regular file: to open a FIFO may take forever."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
-        what = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
-        raise OSError(errno.EINVAL, f"it is {what}, not a file", str(path))
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+        raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))
 
 
 def read_file(path: Path) -> bytes:
@@ -58,16 +58,16 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def read_small(path: Path, most_bytes: int, what: str) -> bytes:
+def read_small(path: Path, most_bytes: int, kind: str) -> bytes:
     """The bytes of a file from elsewhere that is read whole, so it must not be large.
 
     Raises:
-        BundleError: it has more than `most_bytes`; `what` is what it is taken for.
+        BundleError: it has more than `most_bytes`; `kind` is what it is taken for.
         OSError: as `read_file`.
     """
     if (size := path.stat().st_size) > most_bytes:
         raise BundleError(
-            f"{path} has {size:,} bytes: not {what}, which has {most_bytes:,} at most"
+            f"{path} has {size:,} bytes: not {kind}, which has {most_bytes:,} at most"
         )
     return read_file(path)
 

@@ -48,7 +48,9 @@ def image(elf: bytes) -> bytes:
         return not elf.startswith(b".text\0", headers[names][4] + headers[at][0])
 
     laid, places = bytearray(), dict[int, int]()
-    parts = [at for at, one in enumerate(headers) if one[1] == PROGRAM and one[2] & ALLOCATED]
+    parts = [
+        at for at, header in enumerate(headers) if header[1] == PROGRAM and header[2] & ALLOCATED
+    ]
     for at in sorted(parts, key=follows):
         start, length, alignment = (headers[at][field] for field in (4, 5, 8))
         laid.extend(b"\0" * (-len(laid) % max(1, alignment)))

@@ -188,7 +188,7 @@ def for_values(machine: Machine, manifest: Manifest, asked: str) -> Machine:
         UsageError: bfloat16 was asked for.
     """
     types = manifest.block_types.values()
-    reasons = [each.only_float32 for one in types for each in one.operations]
+    reasons = [each.only_float32 for block_type in types for each in block_type.operations]
     reason = next(filter(None, reasons), "")
     if not reason or machine.device == "cpu" or machine.compute_dtype == "float32":
         return machine
