@@ -12,11 +12,12 @@ from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.notes import silent, warning
-from runtime.core.units import format_bytes
+from runtime.core.units import counted, format_bytes
 from runtime.data.run_rows import absolute, open_run_rows
 from runtime.data.samples import Samples
 from runtime.machine.backend import arithmetic
 from runtime.machine.footprint import Meter
+from runtime.machine.machine import Machine
 from runtime.plan.plan import Plan, Planner
 from runtime.run.budget import (
     make_plan,
@@ -191,7 +192,7 @@ def _plan_again(
     made = Planner(manifest, machine).again(stored, wanted.task)
     reason = reason_to_replan(stored, made, manifest, machine, wanted)
     if not reason:
-        _say_facts(stored, made, events)
+        _say_facts(stored, made, machine, events)
         return made
     chosen = make_plan(manifest, machine, wanted)
     rounds, before = (
@@ -203,8 +204,14 @@ def _plan_again(
     return chosen
 
 
-def _say_facts(before: Plan, now: Plan, events: Events) -> None:
+def _say_facts(before: Plan, now: Plan, machine: Machine, events: Events) -> None:
     """Note what is no longer as it was when a plan was made, though the plan stays."""
+    threads = machine.blas.threads
+    if before.threads != threads:
+        planned = counted(before.threads, "thread")
+        events.note(
+            f"the run was planned for {planned}, and {threads} run here; its plan still fits"
+        )
     if before.limit_bytes != now.limit_bytes:
         limits = [
             "none" if limit is None else format_bytes(limit)

