@@ -153,8 +153,11 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
-    """Turn an `OSError` (a full disk, a read-only folder) into a `StorageError`."""
+def storage_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Turn an `OSError` (a full disk, a read-only folder) into a `StorageError`.
+
+    `needed_bytes` are those of the file, if its size is known.
+    """
     try:
         yield
     except OSError as problem:
@@ -162,9 +165,10 @@ def storage_errors(path: Path) -> Iterator[None]:
             raise StorageError(f"{problem.strerror} while writing {path}: {TOO_LARGE}") from problem
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(path.parent if path.parent.exists() else Path("/")).free
+            needed = f", {needed_bytes / 1e6:.0f} MB needed" if needed_bytes else ""
             raise StorageError(
                 f"the disk is full: {problem.strerror} while writing {path} "
-                f"({free / 1e6:.0f} MB free); make room and start again"
+                f"({free / 1e6:.0f} MB free{needed}); make room and start again"
             ) from problem
         why = problem.strerror or f"{problem}; is the disk full?"  # NumPy's has only a text
         raise StorageError(f"cannot write {path}: {why}") from problem

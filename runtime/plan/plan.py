@@ -705,16 +705,25 @@ def _worth(savings: Sequence[tuple[float, int]]) -> list[int]:
 
 
 def _scratch_bytes(manifest: Manifest, task: Task, model: PeakModel, kept: int) -> int:
-    """Bytes of a run's scratch files: activations, adapters, optimizer state, gradients.
+    """Bytes of a run's scratch files; the last `kept` layers keep activations in memory."""
+    stored = _stored_values(task, model, kept)
+    return sum(scratch_files(manifest, task, stored, model.adapters.all).values())
 
-    The last `kept` layers keep activations in memory. Where all weights are trained, the slots that
-    hold them count as well.
+
+def scratch_files(
+    manifest: Manifest, task: Task, stored_values: int, adapter_bytes: int
+) -> dict[str, int]:
+    """Bytes of each scratch file of a run, by the names with which `map_scratch` makes them.
+
+    `stored_values` are those of layers that are stored for their backward, and `adapter_bytes`
+    those of all adapters. Where all weights are trained, their two slots for each block count too.
     """
-    slots = len(manifest.blocks) if task.demand.slots is None else task.demand.slots
-    slots += _stored_values(task, model, kept)
-    row_bytes = task.request.bucket * manifest.widest * F32
-    trained = model.adapters.all if task.demand.trains else 0
-    copies = 1 + task.demand.moments + task.demand.stores_gradients
-    if task.demand.trains_weights:  # two slots for each block
-        trained, copies = manifest.weights_nbytes, 2
-    return slots * task.demand.hidden_states * row_bytes + copies * trained
+    demand = task.demand
+    slots = len(manifest.blocks) if demand.slots is None else demand.slots
+    row_bytes = demand.hidden_states * task.request.bucket * manifest.widest * F32
+    files = {"activations": slots * row_bytes, "mlp-products": stored_values * row_bytes}
+    if demand.trains_weights:
+        return {**files, "weights": 2 * manifest.weights_nbytes}
+    trained = adapter_bytes if demand.trains else 0
+    stored = {"optimizer": demand.moments, "gradients": int(demand.stores_gradients)}
+    return {**files, "adapters": trained, **{name: n * trained for name, n in stored.items()}}

@@ -24,6 +24,7 @@ from runtime.run.budget import (
     reason_to_replan,
     training,
 )
+from runtime.run.disk import check_disk
 from runtime.run.ending import ENDS, FURTHER
 from runtime.run.folder import PLAN, RunFolder
 from runtime.run.lora import to_resume
@@ -115,6 +116,7 @@ def _continue(
     samples = Samples.of(config, bundle.manifest, rows.train)
     config = settled(config, samples, silent if config.steps == before.steps else events.note)
     _check_steps(config, folder, progress.done)
+    check_disk(config, bundle.manifest, chosen, folder)
     team.share(files_of(config, folder, chosen, state))
     bundle = team.joined(bundle)
     weights = weights_of(config, bundle, chosen, folder, progress.done)

@@ -26,6 +26,7 @@ from runtime.run.budget import (
     training,
     training_machine,
 )
+from runtime.run.disk import check_disk
 from runtime.run.folder import RunFolder
 from runtime.run.lora import to_train
 from runtime.run.opened import Opened, Progress, announce, machine_of_run, weights_of
@@ -151,6 +152,7 @@ def _begin(
             "--eval-every needs held-out data: give --eval-data or --valid-split, or a "
             "folder with a valid file as --data"
         )
+    check_disk(fixed, bundle.manifest, chosen, folder)
     for name in folder.token_files:
         folder.checksums.record(name)
     team.share(files_of(fixed, folder, chosen, None))
