@@ -82,9 +82,9 @@ class _EmbeddingTap(Tap):
 
     def _look(self, ids: mx.array) -> None:
         """See whether it is given positions; the tokens of a model that is tried are all alike."""
-        given, self.looked = np.array(ids).reshape(-1), True
-        if len(given) > 1 and np.array_equal(given, given[0] + np.arange(len(given))):
-            self.first_position = int(given[0])
+        numbers, self.looked = np.array(ids).reshape(-1), True
+        if len(numbers) > 1 and np.array_equal(numbers, numbers[0] + np.arange(len(numbers))):
+            self.first_position = int(numbers[0])
             self.taps.positions = (self.name, self.first_position)
 
     def __call__(self, ids: mx.array) -> mx.array:
@@ -113,8 +113,13 @@ class _ConvolutionTap(Tap):
             f"{name}.{key}": tuple(value.shape) for key, value in convolution.items()
         }
         channels, self.width, inputs = convolution.weight.shape
-        given = (convolution.groups, convolution.stride, convolution.dilation, convolution.padding)
-        if inputs != 1 or given != (channels, 1, 1, 0):
+        settings = (
+            convolution.groups,
+            convolution.stride,
+            convolution.dilation,
+            convolution.padding,
+        )
+        if inputs != 1 or settings != (channels, 1, 1, 0):
             raise BundleError(
                 f"{name} is a convolution over tokens other than one filter a channel at every "
                 "token; such models are not supported"
