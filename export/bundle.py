@@ -97,10 +97,10 @@ def _export(
     _check_space(config, checkpoint, writer, stored)
     engine = None if make_engine is None else make_engine(writer.place)
 
-    def report_and_check(what: str, done: int, total: int) -> None:
-        progress(what, done, total)
+    def report_and_check(part: str, done: int, total: int) -> None:
+        progress(part, done, total)
         if engine is not None:
-            engine.check(f"while it wrote {what}")
+            engine.check(f"while it wrote {part}")
 
     graphs = write_graphs(cut, tuple(config.seq_lens), device, writer.folder, progress)
     files = {

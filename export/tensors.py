@@ -69,7 +69,7 @@ class Tensors:
             for name, shape in block_type.parameters.items():
                 self.vector(block.tensor(name), shape)
             # what is read whatever the tokens are lies together
-            for operation in sorted(block_type.operations, key=lambda one: one.chosen_by_tokens):
+            for operation in sorted(block_type.operations, key=lambda each: each.chosen_by_tokens):
                 vectors = operation.vectors(block.tensor)
                 for name in operation.matrices(block.tensor):
                     self.matrix(name)

@@ -28,10 +28,10 @@ class Term(NamedTuple):
     lookup: bool = False
 
 
-def terms_elsewhere(adapter: Adapter, what: str) -> dict[str, Term]:
+def terms_elsewhere(adapter: Adapter, output: str) -> dict[str, Term]:
     """An adapter's terms by the names of transformers' modules.
 
-    Of an own matrix that is joined of several, each has the same A, and its rows of B. For `what`
+    Of an own matrix that is joined of several, each has the same A, and its rows of B. For `output`
     and the errors see `runtime.adapters.origins.origins_in`.
     """
     manifest = adapter.manifest
@@ -39,7 +39,7 @@ def terms_elsewhere(adapter: Adapter, what: str) -> dict[str, Term]:
     pieces: dict[str, list[tuple[Origin, F32, F32, bool]]] = {}
     looked_up: set[str] = set()
     rows = {own: manifest.matrices[own].rows for own in adapter.modules}
-    for own, parts in elsewhere(manifest.family, manifest.provenance, rows, what).items():
+    for own, parts in elsewhere(manifest.family, manifest.provenance, rows, output).items():
         a, b = adapter.modules[own]
         a, b = (b.T, a.T) if own == adapter.lookup else (a, b)
         start = 0
@@ -71,7 +71,7 @@ def _side_by_side(parts: list[tuple[Origin, F32, F32, bool]]) -> Term:
 
 def _routers(adapter: Adapter) -> set[str]:
     """The adapted matrices with a row for each expert, beside the experts."""
-    manifest, found = adapter.manifest, set()
+    manifest, names = adapter.manifest, set()
     for block in manifest.layers:
         for operation in manifest.block_types[block.type].operations:
             if not operation.experts:
@@ -80,5 +80,5 @@ def _routers(adapter: Adapter) -> set[str]:
             for name in manifest.adapted(block):
                 rows = manifest.matrices[block.tensor(name)].rows
                 if name.startswith(f"{beside}.") and rows == operation.experts:
-                    found.add(block.tensor(name))
-    return found
+                    names.add(block.tensor(name))
+    return names

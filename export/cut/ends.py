@@ -169,10 +169,10 @@ class EndsCutter:
             factor = 1.0 if math.isclose(factor, 1, rel_tol=1e-6) else factor
         for size in (1.0, 1e3):
             values = size * mx.random.normal(product.shape, key=mx.random.key(0))
-            found = logits(mx.array(values))
+            made = logits(mx.array(values))
             expected = factor * values
             expected = expected if cap is None else cap * mx.tanh(expected / cap)
-            if found.shape != expected.shape or not mx.allclose(found, expected, 1e-5, 1e-6):
+            if made.shape != expected.shape or not mx.allclose(made, expected, 1e-5, 1e-6):
                 raise BundleError(
                     "the model changes its logits after the head's product otherwise than by a "
                     "factor or a cap; that is not supported"

@@ -44,10 +44,10 @@ class ExpertsTap(Tap):
     def summed(self, x: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
         """The weighted sum (..., D) over the chosen experts, recorded as a call."""
         tape = self.taps.tape
-        inputs = [tape.batched(one) for one in (x, weights, chosen.astype(mx.float32))]
+        inputs = [tape.batched(array) for array in (x, weights, chosen.astype(mx.float32))]
         output = tape.output((*inputs[0].shape[:-1], self.columns))
-        how = (self.count, self.activation, self.biased)
-        call = ExpertsCall(self.name, tuple(inputs), output, *how)
+        settings = (self.count, self.activation, self.biased)
+        call = ExpertsCall(self.name, tuple(inputs), output, *settings)
         y = tape.record(call)
         return y if x.ndim == y.ndim else y.squeeze(0)
 
@@ -81,10 +81,10 @@ class _Results:
     def __getattr__(self, name: str) -> Any:
         return self._refuse(name)
 
-    def _refuse(self, what: str) -> Any:
+    def _refuse(self, use: str) -> Any:
         raise BundleError(
             f"the results of the experts {self.__dict__['tap'].name} are used otherwise than in a "
-            f"sum that is weighted token by token ({what}); such models are not supported"
+            f"sum that is weighted token by token ({use}); such models are not supported"
         )
 
 

@@ -113,12 +113,12 @@ class LayerCutter:
         with self.taps.recording(Tape(drawn=True)):  # of as many tokens as the layer is tried on
             self.taps.model(mx.zeros((1, self.taps.probe), dtype=mx.int32))
         x = mx.random.normal(shape_at(hidden, self.taps.probe), key=mx.random.key(1))
-        found = []
+        tried = []
         for further in ({}, self.tap.further):
             with self.taps.recording(Tape(drawn=True)) as tape:
                 out = self.tap.run(mx.array(x), None, **further)
-            found.append([*(array for call in tape.calls for array in call.inputs), out])
-        if not all(mx.allclose(a, b, 1e-5, 1e-5) for a, b in zip(*found, strict=True)):
+            tried.append([*(array for call in tape.calls for array in call.inputs), out])
+        if not all(mx.allclose(a, b, 1e-5, 1e-5) for a, b in zip(*tried, strict=True)):
             raise self.tap.problem(", ".join(self.tap.further))
 
     @singledispatchmethod
@@ -131,7 +131,7 @@ class LayerCutter:
     @_add.register
     def _add_parts(self, call: PartCall) -> str:
         """Add what computes all parts of the layer's input. Returns the name of one of them."""
-        parts = [one for one in self.calls if isinstance(one, PartCall)]
+        parts = [part for part in self.calls if isinstance(part, PartCall)]
         self._reach([(part.name, part.inputs[0]) for part in parts])
         return self.names[id(call.inputs[0])]
 
@@ -157,7 +157,9 @@ class LayerCutter:
 
     def _is_looked_up(self, value: str) -> bool:
         """Whether a value follows from rows that were looked up, and from nothing else."""
-        made_by = next((one for one in self.operations if value in one.results), None)
+        made_by = next(
+            (operation for operation in self.operations if value in operation.results), None
+        )
         if made_by is None or isinstance(made_by, Lookup):
             return made_by is not None
         return all(map(self._is_looked_up, made_by.activations))
@@ -171,8 +173,8 @@ class LayerCutter:
         output, source = f"attention{count}.out", getattr(self.tap.layer, "source", None)
         of = "" if source is None else f"{self.taps.path}.{source}"
         sinks = "" if call.sinks is None else self._sinks(call.sinks)
-        how = (call.scale, self.window, call.cap, of, sinks)
-        self.operations.append(Attention((q, k, v), (output,), *how))
+        settings = (call.scale, self.window, call.cap, of, sinks)
+        self.operations.append(Attention((q, k, v), (output,), *settings))
         return output
 
     def _sinks(self, sinks: mx.array) -> str:
@@ -210,8 +212,8 @@ class LayerCutter:
         x, weights, chosen = self._reach(list(zip(keys, call.inputs, strict=True)))
         output = f"{call.name}.out"
         gate, up, down = (f"{call.name}.{part}_proj" for part in ("gate", "up", "down"))
-        inputs, how = (x, weights, chosen), (call.count, call.activation, call.biased)
-        self.operations.append(Experts(inputs, (output,), gate, up, down, *how))
+        inputs, settings = (x, weights, chosen), (call.count, call.activation, call.biased)
+        self.operations.append(Experts(inputs, (output,), gate, up, down, *settings))
         return output
 
     def _reach(self, inputs: list[tuple[str, mx.array]]) -> list[str]:

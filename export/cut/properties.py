@@ -117,13 +117,13 @@ def gated_activation(
         g, *up = (x[..., at : at + width] for x in values for at in range(0, x.shape[-1], width))
         return f(g, *numbers) * up[0] if up else f(g, *numbers)
 
-    found = (
+    names = (
         name
         for name, f in ACTIVATIONS.items()
         if parameters == PARAMETERS.get(name, 0)
         and computes(partial(gate, f), forward, vjp, *taken, made, parameters=parameters)
     )
-    return next(found, "")
+    return next(names, "")
 
 
 def computes(

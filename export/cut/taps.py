@@ -82,9 +82,9 @@ class _EmbeddingTap(Tap):
 
     def _look(self, ids: mx.array) -> None:
         """See whether it is given positions; the tokens of a model that is tried are all alike."""
-        given, self.looked = np.array(ids).reshape(-1), True
-        if len(given) > 1 and np.array_equal(given, given[0] + np.arange(len(given))):
-            self.first_position = int(given[0])
+        numbers, self.looked = np.array(ids).reshape(-1), True
+        if len(numbers) > 1 and np.array_equal(numbers, numbers[0] + np.arange(len(numbers))):
+            self.first_position = int(numbers[0])
             self.taps.positions = (self.name, self.first_position)
 
     def __call__(self, ids: mx.array) -> mx.array:
@@ -113,8 +113,13 @@ class _ConvolutionTap(Tap):
             f"{name}.{key}": tuple(value.shape) for key, value in convolution.items()
         }
         channels, self.width, inputs = convolution.weight.shape
-        given = (convolution.groups, convolution.stride, convolution.dilation, convolution.padding)
-        if inputs != 1 or given != (channels, 1, 1, 0):
+        settings = (
+            convolution.groups,
+            convolution.stride,
+            convolution.dilation,
+            convolution.padding,
+        )
+        if inputs != 1 or settings != (channels, 1, 1, 0):
             raise BundleError(
                 f"{name} is a convolution over tokens other than one filter a channel at every "
                 "token; such models are not supported"
@@ -184,8 +189,8 @@ class LayerTap:
     @classmethod
     def of(cls, taps: Taps, index: int, layer: nn.Module) -> LayerTap:
         """A tap that is of the layer's class too, since models ask; as a module it is empty."""
-        both: type[LayerTap] = type(cls.__name__, (cls, type(layer)), {})
-        return both(taps, index, layer)
+        tapped: type[LayerTap] = type(cls.__name__, (cls, type(layer)), {})
+        return tapped(taps, index, layer)
 
     def __init__(self, taps: Taps, index: int, layer: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -329,12 +334,12 @@ def _longest_list(model: nn.Module) -> tuple[str, nn.Module, str]:
         (f"{path}.{key}".removeprefix("."), module, key)
         for path, module in model.named_modules()
         for key, value in module.items()
-        if isinstance(value, list) and value and all(isinstance(one, nn.Module) for one in value)
+        if isinstance(value, list) and value and all(isinstance(item, nn.Module) for item in value)
         if not any(part.isdecimal() for part in path.split("."))
     ]
     if not lists:
         raise BundleError("the model has no list of layers; such models are not supported")
-    return max(sorted(lists, key=lambda one: one[0]), key=lambda one: len(one[1][one[2]]))
+    return max(sorted(lists, key=lambda place: place[0]), key=lambda place: len(place[1][place[2]]))
 
 
 def attention_windows(taps: Taps, config: dict[str, Any]) -> list[int | None]:

@@ -126,7 +126,7 @@ def _in_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         while late:
             sources = [name for name, _, _ in late[-1].get("inputs", ())] if maker else []
             makers = [maker[name] for name in sources if name in maker]
-            missing = [one for one in makers if id(one) not in ordered]
+            missing = [earlier for earlier in makers if id(earlier) not in ordered]
             if missing and late[-1]["type"] == "primitive":
                 late.append(missing[0])
             else:

@@ -74,11 +74,11 @@ def refuse_unread(
         where: the checkpoint, for messages.
         lengths: of the longest sequences; a window that is as wide is off.
     """
-    if found := unread(family, config, given, where, lengths):
-        said = ", ".join(f"{key} = {value!r:.60}" for key, value in found.items())
+    if refused := unread(family, config, given, where, lengths):
+        said = ", ".join(f"{key} = {value!r:.60}" for key, value in refused.items())
         raise BundleError(
             f"{where}: {said}: mlx-lm's {family} does not compute with it; if the original model "
-            "computes without it, delete it there" + _way_out(found, given, lengths)
+            "computes without it, delete it there" + _way_out(refused, given, lengths)
         )
 
 
@@ -95,24 +95,24 @@ def unread(
         return {}
     defaults = default_settings(model_type, family)
     settings = settings_of(dict(given), family, where)
-    known, told = arguments_of(family), given.keys() - used_settings(family, model_type)
+    known, unused = arguments_of(family), given.keys() - used_settings(family, model_type)
     longest = max((settings.get("max_position_embeddings") or 0, *lengths))
     heeded = _heeded(settings, defaults or {})
     before = ""
     alike = _OTHERWISE | _OF_FAMILY.get(family, {})
-    found = {
+    refused = {
         key: settings[key]
         for key in alike
         if settings.get(key) not in alike[key] and not is_own_default(family, key, settings[key])
     }
     for key, value in settings.items():
         if "softcap" in key and value is None and (defaults or {}).get(key) is not None:
-            found[key] = value  # classes cap with their own number, then
+            refused[key] = value  # classes cap with their own number, then
         has_default = bool((defaults or {}).get(key)) and "window" not in key
         is_turned_off = has_default and value is not None and not value
         where_off = settings if key in _SAYS_WHERE else heeded
         is_off = _is_off(key, value, where_off, longest) and not is_turned_off
-        if key in told or key in alike or _is_neutral(key) or is_off:
+        if key in unused or key in alike or _is_neutral(key) or is_off:
             continue
         if key == "num_experts_per_tok" and not _count_of_experts(settings):
             continue
@@ -133,8 +133,8 @@ def unread(
         is_own = is_own and (not changes_layers or key in OF_MLX_LM.get(family, ()))
         if is_own and is_own_default(family, own, value):
             continue  # transformers has no setting for it
-        found[key] = value
-    return found
+        refused[key] = value
+    return refused
 
 
 def _heeded(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,8 +155,8 @@ def _count_of_experts(settings: Mapping[str, Any]) -> Any:
     return settings.get("num_local_experts") or settings.get("num_experts")
 
 
-def _way_out(found: Mapping[str, Any], given: Mapping[str, Any], lengths: Sequence[int]) -> str:
-    if not any("window" in key for key in found):
+def _way_out(refused: Mapping[str, Any], given: Mapping[str, Any], lengths: Sequence[int]) -> str:
+    if not any("window" in key for key in refused):
         return ""
     longest = given.get("max_position_embeddings")
     beyond = f" and --seq-lens (now {max(lengths)})" if lengths else ""
@@ -212,7 +212,7 @@ def another_value(key: str, value: Any) -> Any:
     if isinstance(value, str):
         return _OTHERS.get(value, "relu")
     if isinstance(value, list | tuple):
-        return [_other(one) for one in value]
+        return [_other(item) for item in value]
     return None
 
 

@@ -115,15 +115,15 @@ class _Stored:
 
     def rows(self, model: FusedCheckpoint, start: int, stop: int) -> F32:
         """Rows start:stop of it."""
-        found, axis = [], 1 if self.parts[0][0].columns else 0
+        pieces, axis = [], 1 if self.parts[0][0].columns else 0
         for part, own, top in self.parts:
             if part.transposed:
-                found.append(model.rows(own, top, top + part.rows)[:, start:stop])
+                pieces.append(model.rows(own, top, top + part.rows)[:, start:stop])
                 continue
             first, last = (min(max(row - part.first, 0), part.rows) for row in (start, stop))
             if first < last:
-                found.append(model.rows(own, top + first, top + last))
-        rows = found[0] if len(found) == 1 else np.concatenate(found, axis)
+                pieces.append(model.rows(own, top + first, top + last))
+        rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
         rows = rows.T if self.parts[0][0].transposed else rows
         return rows - np.float32(self.added) if self.added else rows
 
@@ -140,14 +140,14 @@ def _stored_tensors(model: FusedCheckpoint) -> dict[str, _Stored]:
             top += part.rows
         if top != rows:
             raise BundleError(f"{own}: its list of tensors is damaged: {top} of {rows} rows")
-    found = {}
+    stored = {}
     for name, held in parts.items():
         (part, own, _), *_ = held = sorted({each[0]: each for each in held}.values())
         across = turned(model.shape(own))[1:]
         shape = (part.height, *(part.columns[2:] if part.columns else across))
         shape = shape[::-1] if part.transposed else () if own in numbers else shape
-        found[name] = _Stored(shape, tuple(held), added.get(own, 0.0))
-    return found
+        stored[name] = _Stored(shape, tuple(held), added.get(own, 0.0))
+    return stored
 
 
 def _without_origin(model: FusedCheckpoint) -> list[str]:

@@ -183,9 +183,9 @@ def _stored_rows(
         for run in np.split(held, np.flatnonzero(np.diff(held) != 1) + 1):
             if not run.size:
                 continue
-            found = to_file(model.family, name, model.rows(name, run[0], run[-1] + 1))
+            written = to_file(model.family, name, model.rows(name, run[0], run[-1] + 1))
             at = (run if rows is None else rows[run]) - start
             if isinstance(place.columns, np.ndarray):
-                found = found[:, np.argsort(place.columns)]
-            values[at if not isinstance(place.columns, slice) else (at, place.columns)] = found
+                written = written[:, np.argsort(place.columns)]
+            values[at if not isinstance(place.columns, slice) else (at, place.columns)] = written
     return values

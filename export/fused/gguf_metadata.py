@@ -136,10 +136,10 @@ def check_metadata(writer: GGUFWriter, family: str, config: dict[str, Any]) -> N
     config, again = as_stated(family, config), as_stated(family, again)
     off = set() if unlike_full(config) else {"sliding_window"}  # where all layers see all tokens
     for key in sorted(config.keys() & again.keys() - neutral_settings() - _NOT_COMPARED - off):
-        found, own = again[key], config[key]
-        close = isinstance(own, float) and abs(own - found) <= _CLOSE * abs(own)
-        if found != own and not close and not is_neutral_name(key):
-            raise _refusal(key, own, repr(found))
+        read, own = again[key], config[key]
+        close = isinstance(own, float) and abs(own - read) <= _CLOSE * abs(own)
+        if read != own and not close and not is_neutral_name(key):
+            raise _refusal(key, own, repr(read))
 
 
 def head_dim_of(config: dict[str, Any]) -> int:

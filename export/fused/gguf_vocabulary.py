@@ -180,8 +180,8 @@ def _other_ends(ends: Set[int], tokens: list[str]) -> dict[str, int]:
     inside = sorted(number for number in ends if 0 <= number < len(tokens))
     message = next((number for number in inside if "eom" in tokens[number]), None)
     turn = next((number for number in inside if number != message), None)
-    found = {"eot": turn, "eom": message}
-    return {name: number for name, number in found.items() if number is not None}
+    numbers = {"eot": turn, "eom": message}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def _tokens(

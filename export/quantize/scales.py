@@ -184,8 +184,8 @@ def _fit_stored(
     best_errors = _errors(w, scales, biases, levels)
     best_scales, best_biases = scales.copy(), biases.copy()
     for bias in (biases, np.nextafter(biases, -np.inf), np.nextafter(biases, np.inf)):
-        rest = w - bias.astype(np.float32)[:, None]
-        peak = np.take_along_axis(rest, np.abs(rest).argmax(axis=1)[:, None], axis=1)[:, 0]
+        shifted = w - bias.astype(np.float32)[:, None]
+        peak = np.take_along_axis(shifted, np.abs(shifted).argmax(axis=1)[:, None], axis=1)[:, 0]
         start = peak / levels
         for _ in range(3):
             middle = start.astype(scales.dtype)
@@ -194,15 +194,15 @@ def _fit_stored(
                 better = errors < best_errors
                 best_errors[better] = errors[better]
                 best_scales[better], best_biases[better] = scale[better], bias[better]
-            q = _rounded(rest, start, levels)
+            q = _rounded(shifted, start, levels)
             square = np.einsum("gk,gk->g", q, q)
-            start = np.einsum("gk,gk->g", rest, q) / np.maximum(square, np.float32(1))
+            start = np.einsum("gk,gk->g", shifted, q) / np.maximum(square, np.float32(1))
     return best_scales, best_biases
 
 
-def _rounded(rest: F32, scale: F32, levels: np.float32) -> F32:
-    """The integers (G, group_size) nearest to `rest` over `scale` (G,)."""
-    nearest = np.rint(rest * inverse_of(scale)[:, None])
+def _rounded(shifted: F32, scale: F32, levels: np.float32) -> F32:
+    """The integers (G, group_size) nearest to `shifted` over `scale` (G,)."""
+    nearest = np.rint(shifted * inverse_of(scale)[:, None])
     integers: F32 = np.clip(nearest, 0, levels).astype(np.float32)
     return integers
 
@@ -210,7 +210,7 @@ def _rounded(rest: F32, scale: F32, levels: np.float32) -> F32:
 def _errors(w: F32, scales: Floats, biases: Floats, levels: np.float32) -> F32:
     """The squared errors (G,) of groups at these scales and biases; infinite for NaN."""
     scale = scales.astype(np.float32)
-    rest = w - biases.astype(np.float32)[:, None]
-    error = rest - scale[:, None] * _rounded(rest, scale, levels)
+    shifted = w - biases.astype(np.float32)[:, None]
+    error = shifted - scale[:, None] * _rounded(shifted, scale, levels)
     errors = np.einsum("gk,gk->g", error, error)
     return np.where(np.isfinite(errors), errors, np.float32(np.inf)).astype(np.float32)

@@ -127,10 +127,10 @@ def _round(
     """The nearest integers for groups (G, group_size), and the errors that they leave."""
     scale = scales.astype(np.float32)
     zero = np.float32(2.0 ** (bits - 1) if biases is None else 0)
-    rest = w if biases is None else w - biases.astype(np.float32)[:, None]
-    q = rest * inverse_of(scale)[:, None]
+    shifted = w if biases is None else w - biases.astype(np.float32)[:, None]
+    q = shifted * inverse_of(scale)[:, None]
     np.rint(q, out=q)
     np.clip(q, -zero, 2.0**bits - 1 - zero, out=q)
-    error = rest - q * scale[:, None]
+    error = shifted - q * scale[:, None]
     q += zero
     return q.astype(np.uint8), error

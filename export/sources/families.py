@@ -168,7 +168,7 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
         if config.get("tie_word_embeddings", True):
             own.pop("lm_head.weight", None)
         sanitized(model, own, where)
-    numbers = [(name, one[None]) for name, one in tree_flatten(model.parameters()) if not one.ndim]
+    numbers = [(name, x[None]) for name, x in tree_flatten(model.parameters()) if not x.ndim]
     model.update(tree_unflatten(numbers))
     return model
 
@@ -213,7 +213,7 @@ def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 def experts_of(model: Any) -> set[str]:
     """The names of the matrices of experts of one of mlx-lm's models."""
     modules = model.named_modules()
-    return {f"{path}.weight" for path, one in modules if type(one).__name__ == "SwitchLinear"}
+    return {f"{path}.weight" for path, module in modules if type(module).__name__ == "SwitchLinear"}
 
 
 def text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:

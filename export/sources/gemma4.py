@@ -42,7 +42,9 @@ def streams(args: ModelArgs) -> list[Stream]:
         yield HIDDEN, args.hidden_size
         if args.hidden_size_per_layer_input and index < len(reads):
             yield TOKEN, 1
-        for source in sorted({one for one in reads[index:] if one is not None and one < index}):
+        for source in sorted(
+            {layer for layer in reads[index:] if layer is not None and layer < index}
+        ):
             width = _key_values(args, source)
             yield from ((f"keys{source}", width), (f"values{source}", width))
 

@@ -204,7 +204,7 @@ def known_name(key: str, known: Collection[str]) -> str:
 
 def _others_needed(family: str, config: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     """What mlx-lm's class needs and transformers has under another name, or no setting for."""
-    heads, found = config.get("num_attention_heads"), {}
+    heads, needed = config.get("num_attention_heads"), {}
     for name, parameter in parameters_of(family).items():
         if name in config or (name != "num_key_value_heads" and parameter.default is not _NEEDED):
             continue
@@ -217,8 +217,8 @@ def _others_needed(family: str, config: dict[str, Any], full: dict[str, Any]) ->
         elif name == "n_inner" and full.get("n_embd"):
             value = 4 * full["n_embd"]
         if value is not None or name in _ABSENT:
-            found[name] = value
-    return found
+            needed[name] = value
+    return needed
 
 
 def is_finite(value: Any) -> bool:
@@ -276,7 +276,7 @@ def _set_layer_types(full: dict[str, Any], family: str, where: str) -> None:
     """Say which layers have a window, or no attention, as mlx-lm's class takes it."""
     known = arguments_of(family)
     if words := _LAYER_NAMES.get(family):
-        full["layer_types"] = [words.get(one, one) for one in full.get("layer_types") or []]
+        full["layer_types"] = [words.get(kind, kind) for kind in full.get("layer_types") or []]
         full["position_embedding_type"] = full.get("position_embedding_type") or "nope"
     if SLIDING in (full.get("layer_types") or ()):
         _check_window(full.get("sliding_window"), where)

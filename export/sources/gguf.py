@@ -156,11 +156,11 @@ class GGUFCheckpoint(Checkpoint):
     def _transcoding(self, name: str) -> Transcoding | None:
         if len(self.shape(name)) != 2:
             return None
-        found = TRANSCODINGS.get(self._file.tensors[self._stored[name]].type)
-        if found is not None and isinstance(columns := self._place(name).columns, np.ndarray):
-            runs = columns.reshape(-1, found.form.group_size)
-            return found if (np.diff(runs) == 1).all() else None
-        return found
+        transcoding = TRANSCODINGS.get(self._file.tensors[self._stored[name]].type)
+        if transcoding is not None and isinstance(columns := self._place(name).columns, np.ndarray):
+            runs = columns.reshape(-1, transcoding.form.group_size)
+            return transcoding if (np.diff(runs) == 1).all() else None
+        return transcoding
 
     def _place(self, name: str) -> Place:
         return place_of(self.family, self.config, name, self.shape(name))
@@ -194,14 +194,14 @@ def _listed(
     """Parameters (1,) that the file has as metadata: a number for each layer, or one for all."""
     places = {name: at for name in expected if (at := listed_in(family, name))}
     layers = 1 + max((layer for _, layer in places.values()), default=0)
-    found = {}
+    parameters = {}
     for name, (key, layer) in places.items():
         try:
             values: F32 = np.broadcast_to(np.asarray(metadata[key], np.float32), layers)
         except (LookupError, ValueError) as e:
             raise BundleError(f"{where}: metadata {key} must be a number for each layer") from e
-        found[name] = values[layer : layer + 1]
-    return found
+        parameters[name] = values[layer : layer + 1]
+    return parameters
 
 
 def _stored_names(

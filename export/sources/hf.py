@@ -250,8 +250,10 @@ def _language_model(
     """
     stored: dict[str, StoredTensor] = {}
     expected = parameter_shapes(model)
-    weights = [one for file in files for one in file.tensors.values() if not _is_buffer(one)]
-    outer = _missing_outer((_inner_name(one.name) for one in weights), expected)
+    weights = [
+        tensor for file in files for tensor in file.tensors.values() if not _is_buffer(tensor)
+    ]
+    outer = _missing_outer((_inner_name(tensor.name) for tensor in weights), expected)
     for tensor in weights:
         name = _inner_name(tensor.name, outer, NAMES.get(model.model_type, ()))
         if name in stored:
@@ -305,14 +307,14 @@ def _missing_outer(names: Iterable[str], expected: Iterable[str]) -> str:
 
 def _stems(names: Iterable[str]) -> set[str]:
     """How the names of tensors in layers begin, as `model.layers`."""
-    return {name[: found.start()] for name in names if (found := _LAYER.search(name))}
+    return {name[: match.start()] for name in names if (match := _LAYER.search(name))}
 
 
 def _origins(
     stored: Mapping[str, StoredTensor], made: Mapping[str, list[Made]], outer: str
 ) -> dict[str, list[Origin]]:
     """Where tensors are from, without those that are a checkpoint's of the same name."""
-    found = {}
+    elsewhere = {}
     for name, parts in made.items():
         if any(_holds_stacks(stored[part.source]) for part in parts):
             continue
@@ -324,8 +326,8 @@ def _origins(
             columns = None if part.columns is None else (*part.columns, tensor.shape[-1])
             origins.append(Origin(inner, part.first, part.rows, height, part.transposed, columns))
         if origins != [Origin(name, 0, origins[0].height, origins[0].height)]:
-            found[name] = together(origins)
-    return found
+            elsewhere[name] = together(origins)
+    return elsewhere
 
 
 def _holds_stacks(tensor: StoredTensor) -> bool:
@@ -365,9 +367,9 @@ def _with_split_experts(
             made[f"{into}{last}.weight"] = made.pop(name)
         if last != "gate_up_proj" or not isinstance(tensor, StoredTensor):
             continue
-        both, (count, rows, _) = tensor.flat(), tensor.shape
+        stacked, (count, rows, _) = tensor.flat(), tensor.shape
         for at, part in enumerate(("gate_proj", "up_proj")):
-            parts = [both.part(i * rows + at * rows // 2, rows // 2) for i in range(count)]
+            parts = [stacked.part(i * rows + at * rows // 2, rows // 2) for i in range(count)]
             joined = JoinedTensor(tuple(parts))
             if expected.get(f"{into}{part}.weight") == joined.shape:
                 made[f"{into}{part}.weight"] = joined

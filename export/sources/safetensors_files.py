@@ -150,13 +150,13 @@ class JoinedTensor:
 
     def rows(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Rows start:stop, as a fresh array."""
-        found, top = [], 0
+        pieces, top = [], 0
         for part in self.parts:
             first, last = max(start - top, 0), min(stop - top, part.shape[0])
             if first < last:
-                found.append(part.rows(first, last))
+                pieces.append(part.rows(first, last))
             top += part.shape[0]
-        return np.concatenate(found) if found else self.parts[0].rows(0, 0)
+        return np.concatenate(pieces) if pieces else self.parts[0].rows(0, 0)
 
 
 class SafetensorsFile:

@@ -26,7 +26,7 @@ NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "gpt2": (("transformer.", ""),),
     "nanochat": (
         *(("model.embed_tokens.", "transformer.wte."), ("model.layers.", "transformer.h.")),
-        *((f".self_attn.{one}_proj.", f".attn.c_{one}.") for one in "qkv"),
+        *((f".self_attn.{letter}_proj.", f".attn.c_{letter}.") for letter in "qkv"),
         *((".self_attn.o_proj.", ".attn.c_proj."), (".fc1.", ".c_fc."), (".fc2.", ".c_proj.")),
     ),
 }
@@ -100,7 +100,7 @@ def tensors_made(
     rows_in = {name: of_rows(name, shape, rows) for (name, shape), rows in sized}
     columns_in = {name: of_columns(shape) for name, shape in shapes.items()}
     names = {id(array): name for name, array in rows_in.items()}
-    rows_out, columns_out = (_sanitized(model, one, where) for one in (rows_in, columns_in))
+    rows_out, columns_out = (_sanitized(model, arrays, where) for arrays in (rows_in, columns_in))
     made: dict[str, list[Made]] = {}
     of_source = dict(zip(shapes, heights, strict=True))
     for name, array in rows_out.items():
@@ -121,12 +121,12 @@ def sanitized(model: Any, tensors: Mapping[str, Any], where: str) -> dict[str, A
     except (LookupError, ValueError, TypeError, AttributeError) as e:
         of_mlx_lm = type(model).__module__.startswith("mlx_lm.")
         version = f" of mlx-lm {metadata.version('mlx-lm')}" if of_mlx_lm else ""
-        found = f"asks for {e.args[0]}" if isinstance(e, KeyError) else f"says {e!r:.200}"
+        complaint = f"asks for {e.args[0]}" if isinstance(e, KeyError) else f"says {e!r:.200}"
         raise BundleError(
             f"{where}: {type(model).__module__}.{type(model).__name__}{version} cannot read these "
-            f"tensors: it {found}. A file of the checkpoint is missing or damaged, or it was saved "
-            "in a form that this version does not know: download it again, or install another "
-            "version of mlx-lm"
+            f"tensors: it {complaint}. A file of the checkpoint is missing or damaged, or it was "
+            "saved in a form that this version does not know: download it again, or install "
+            "another version of mlx-lm"
         ) from e
     return made
 
@@ -145,10 +145,10 @@ def whole_tensors(model: Any) -> dict[str, tuple[list[str], int | None]]:
 
     With the parts' names, and the axis along which they are parts; None where each is the whole.
     """
-    found: dict[str, tuple[list[str], int | None]] = (
+    wholes: dict[str, tuple[list[str], int | None]] = (
         model.whole() if hasattr(model, "whole") else {}
     )
-    return found
+    return wholes
 
 
 def usual_origins(
@@ -159,27 +159,27 @@ def usual_origins(
     For sources that have no tensors of transformers, which would show it. `shapes` are those of all
     tensors of one of mlx-lm's models.
     """
-    found = {}
+    origins = {}
     for name, shape in shapes.items():
         theirs = name
         for old, new in _ELSEWHERE.get(family, ()):
             theirs = theirs.replace(old, new)
         if theirs != name:
             transposed = family in _TRANSPOSED and len(shape) == 2 and ".h." in name
-            found[name] = [Origin(theirs, 0, shape[0], shape[0], transposed)]
+            origins[name] = [Origin(theirs, 0, shape[0], shape[0], transposed)]
         for halves, joined in _JOINED.get(family, ()):
             for at, half in enumerate(halves):
                 if half in name:
                     height = len(halves) * shape[0]
                     theirs = name.replace(half, joined)
-                    found[name] = [Origin(theirs, at * shape[0], shape[0], height)]
+                    origins[name] = [Origin(theirs, at * shape[0], shape[0], height)]
     for name, (parts, axis) in whole_tensors(model).items():
         for at, part in enumerate(parts):
             (height, *across), count = shapes[part], len(parts)
             first, whole = (at * height, count * height) if axis == 0 else (0, height)
             columns = (at * across[0], across[0], count * across[0]) if axis else None
-            found[part] = [Origin(name, first, height, whole, columns=columns)]
-    return found
+            origins[part] = [Origin(name, first, height, whole, columns=columns)]
+    return origins
 
 
 def shifts(model: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, float]:
@@ -193,19 +193,19 @@ def shifts(model: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> dic
         return {}
 
     def made_of(value: float) -> dict[str, Any]:
-        one = mx.array(value)
-        return {name: mx.broadcast_to(one, shape) for name, shape in shapes.items()}
+        number = mx.array(value)
+        return {name: mx.broadcast_to(number, shape) for name, shape in shapes.items()}
 
     from_zeros, from_ones = (_sanitized(model, made_of(value), where) for value in (0.0, 1.0))
-    found = {}
+    numbers = {}
     for name, array in from_zeros.items():
         if array.ndim == 1 and name in shapes:
-            added, other = (float(one[0].item()) for one in (array, from_ones[name]))
+            added, other = (float(values[0].item()) for values in (array, from_ones[name]))
             if other != added + 1:
                 raise BundleError(f"{where}: mlx-lm multiplies {name}, which is not supported")
             if added:
-                found[name] = added
-    return found
+                numbers[name] = added
+    return numbers
 
 
 def _parts_of(

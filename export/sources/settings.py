@@ -133,7 +133,7 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
         unknown |= _others(raw, around)
     positions = text.get("rope_parameters")  # where transformers 5 writes some of them
     given = {**positions, **text} if isinstance(positions, dict) else text
-    told = {
+    stated = {
         name: [given[same] for same in names if same in known and same in given]
         for names in _SAME
         for name in names
@@ -143,10 +143,10 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
     if "sliding_window" in off or text.get("sliding_window") is None:
         of_those += ("max_window_layers",)
     for key in [*unknown]:
-        usual = unknown[key] in (*_AS_USUAL.get(key, ()), *told.get(key, ()))
+        usual = unknown[key] in (*_AS_USUAL.get(key, ()), *stated.get(key, ()))
         if usual or key.startswith(of_those):
             del unknown[key]
-    if computing := [key for key in unknown if _COMPUTES.search(key) and not told.get(key)]:
+    if computing := [key for key in unknown if _COMPUTES.search(key) and not stated.get(key)]:
         raise BundleError(
             f"{where}: {', '.join(f'{key} = {unknown[key]!r:.60}' for key in computing)} is not "
             f"supported for {family}; if the original model computes without it, delete it there"

@@ -122,8 +122,8 @@ def find(name: str) -> Benchmark:
     """
     if name not in BENCHMARKS:
         known = [f"{key}: {_text(key)}" for key in BENCHMARKS]
-        what = f"no benchmark {name!r}; there are" if name else "name a benchmark:"
-        raise UsageError("\n  ".join([what, *known]))
+        problem = f"no benchmark {name!r}; there are" if name else "name a benchmark:"
+        raise UsageError("\n  ".join([problem, *known]))
     module, _, value = BENCHMARKS[name].partition(".")
     benchmark: Benchmark = getattr(import_module(f"{__package__}.{module}"), value)
     return benchmark

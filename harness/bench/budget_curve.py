@@ -92,13 +92,13 @@ def _series(variant: Mapping[str, Any]) -> str:
 def between_dtypes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """For each budget the time of a step in float32 over that in another type."""
     ran = [variant for variant in measured if variant["processes"]]
-    for one, other in combinations(ran, 2):
-        if all(one[key] == other[key] for key in ("method", "budget")):
-            first, second = one["step_s"], other["step_s"]
+    for plain, other in combinations(ran, 2):
+        if all(plain[key] == other[key] for key in ("method", "budget")):
+            first, second = plain["step_s"], other["step_s"]
             ratio = times(first["median"] / second["median"])
             least, most = first["low"] / second["high"], first["high"] / second["low"]
             yield (
-                f"{one['method']} at {one['budget']}: a step in {one['compute_dtype']} takes "
+                f"{plain['method']} at {plain['budget']}: a step in {plain['compute_dtype']} takes "
                 f"{ratio} ({least:.2f} to {most:.2f}) of one in {other['compute_dtype']}"
             )
 

@@ -85,10 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--scratch", type=Path, required=True)
-    given = vars(parser.parse_args(argv))
-    place = given.pop("scratch")
+    settings = vars(parser.parse_args(argv))
+    place = settings.pop("scratch")
     try:
-        config = TrainConfig(data=f"random:{given['seed']}", **given)
+        config = TrainConfig(data=f"random:{settings['seed']}", **settings)
         with tempfile.TemporaryDirectory(dir=place) as scratch:
             print(json.dumps(steps(config, Path(scratch))))
     except OnDeviceError as problem:

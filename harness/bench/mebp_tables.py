@@ -120,9 +120,9 @@ def _published(model: str, length: int, method: str) -> dict[str, float] | None:
 def _ratios(outcomes: dict[Variant, Outcome]) -> list[dict[str, Any]]:
     """Each method over those after it under each plan, and the paper's plan over each of ours."""
 
-    def ratio(what: str, over: Variant, under: Variant, methods: Sequence[str]) -> dict[str, Any]:
+    def ratio(name: str, over: Variant, under: Variant, methods: Sequence[str]) -> dict[str, Any]:
         return {
-            "what": what,
+            "what": name,
             "methods": list(methods),
             "step_s": time_ratio(outcomes[over], outcomes[under]),
             "peak_footprint": peak_ratio(outcomes[over], outcomes[under]),

@@ -97,7 +97,7 @@ def _figures(name: str, outcomes: dict[str, Outcome]) -> dict[str, Any]:
     compared = ours if name != OURS else Outcome()
     return {
         "name": name,
-        "what": PROGRAMS[name].what,
+        "what": PROGRAMS[name].purpose,
         **figures(outcome),
         "training_peak_bytes": most(outcome, "training_peak_bytes"),
         "time_ratio": time_ratio(compared, outcome),

@@ -173,9 +173,9 @@ class Comparison:
         left = list(range(len(trials)))
         for steps in sweep_steps(self.config, method, len(trials)):
             for number, index in enumerate(left, start=1):
-                what = f"sweep {number} of {len(left)} of {method}"
-                self.note(f"{what}: {trials[index]}, {steps:,} steps")
-                attempt = self._try(what, trials[index], steps)
+                stage = f"sweep {number} of {len(left)} of {method}"
+                self.note(f"{stage}: {trials[index]}, {steps:,} steps")
+                attempt = self._try(stage, trials[index], steps)
                 tried[index:] = [attempt, *tried[index + 1 :]]
                 if attempt.outcome == "over budget":
                     return tuple(tried)  # every trial has the same plan, so none would fit
@@ -185,7 +185,7 @@ class Comparison:
                 break
         return tuple(tried)
 
-    def _try(self, what: str, trial: Trial, steps: int) -> Tried:
+    def _try(self, stage: str, trial: Trial, steps: int) -> Tried:
         settings = {
             **training_settings(self.config, trial),
             "also_evaluate": [NO_DATA],
@@ -193,11 +193,11 @@ class Comparison:
             "eval_rows": self.config.sweep_rows or self.config.eval_rows,
         }
         run = self.folder / SWEEP / trial.name
-        outcome, reason, _ = self._attempt(what, settings, run)
+        outcome, reason, _ = self._attempt(stage, settings, run)
         return _tried(trial, outcome, reason, run, steps)
 
     def _attempt(
-        self, what: str, settings: Mapping[str, Any], run: Path
+        self, stage: str, settings: Mapping[str, Any], run: Path
     ) -> tuple[str, str, dict[str, Any] | None]:
         """How a run ended, why where it did not finish, and its summary where it did."""
         diverged = run.with_name(f"{run.name}{DIVERGED}")
@@ -217,7 +217,7 @@ class Comparison:
             return "over budget", str(problem).replace(str(run), run.name), None
         except InterruptedRunError:
             raise InterruptedRunError(
-                f"interrupted in {what}; what is done is kept in {self.folder}: give the same "
+                f"interrupted in {stage}; what is done is kept in {self.folder}: give the same "
                 "command again to continue"
             ) from None
 

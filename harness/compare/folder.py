@@ -67,13 +67,13 @@ def open_folder(folder: Path, config: CompareConfig) -> None:
 
 def _different(known: CompareConfig, config: CompareConfig) -> list[str]:
     """The settings that differ, in words; those of each method where the comparison has it."""
-    both = [method for method in config.method_names if method in known.method_names]
+    shared = [method for method in config.method_names if method in known.method_names]
     differences = []
     for name, value in vars(known).items():
         now = getattr(config, name)
         if name in BY_METHOD:
             changed = any(
-                known.value_of(name, method) != config.value_of(name, method) for method in both
+                known.value_of(name, method) != config.value_of(name, method) for method in shared
             )
         else:
             changed = name != "methods" and value != now

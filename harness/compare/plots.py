@@ -52,9 +52,9 @@ def _quality(
             highest = max(value for _, value in points)
             label = name if highest <= ceiling else f"{name}, up to {highest:.1f}"
             lines.append(Line(label, index, points, marked=True))
-        what = {"loss": "Held-out loss", "accuracy": "Next-token accuracy"}[key]
+        label = {"loss": "Held-out loss", "accuracy": "Next-token accuracy"}[key]
         return Chart(
-            f"{what} against {across.partition(' (')[0]}",
+            f"{label} against {across.partition(' (')[0]}",
             unit,
             lines,
             levels,

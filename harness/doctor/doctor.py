@@ -133,7 +133,7 @@ def packages() -> list[Finding]:
         return [Finding("packages", Status.WARNING, text, way)]
     required = [requirement for requirement in wanted if _applies(requirement, "")]
     of_extras = {
-        name: [one for one in wanted if one not in required and _applies(one, name)]
+        name: [each for each in wanted if each not in required and _applies(each, name)]
         for name in extras
     }
     return [_required(required), *(_extra(name, of_extras[name]) for name in extras)]
@@ -164,16 +164,16 @@ def _required(requirements: list[Requirement]) -> Finding:
     if wrong:
         way = f"pip install --upgrade {DISTRIBUTION}"
         return Finding("packages", Status.BROKEN, ", ".join(wrong), way)
-    versions = {one.name: metadata.version(one.name) for one in requirements}
+    versions = {each.name: metadata.version(each.name) for each in requirements}
     text = f"the {len(versions)} that are needed are installed"
     return Finding("packages", Status.OK, text, facts={"versions": versions})
 
 
 def _extra(name: str, requirements: list[Requirement]) -> Finding:
     wrong = _wrong(requirements)
-    what = EXTRAS.get(name, "an optional part")
+    purpose = EXTRAS.get(name, "an optional part")
     if not wrong:
-        return Finding(f"extra {name}", Status.OK, what)
-    text = f"{what}: {', '.join(wrong)}"
+        return Finding(f"extra {name}", Status.OK, purpose)
+    text = f"{purpose}: {', '.join(wrong)}"
     way = f"if you want it: pip install '{DISTRIBUTION}[{name}]'"
     return Finding(f"extra {name}", Status.MISSING, text, way)

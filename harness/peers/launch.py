@@ -33,7 +33,7 @@ TORCH, MLX_LM = "harness.peers.torch_trainer", "harness.peers.mlx_lm_trainer"
 class Program:
     """A program to measure: the module of its process (none: `ondevice train`) and its flags."""
 
-    what: str
+    purpose: str
     module: str = ""
     flags: tuple[str, ...] = ()
     once: bool = False  # a step takes minutes: one process of a single step is enough

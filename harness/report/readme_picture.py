@@ -69,7 +69,7 @@ def _bars(
 ) -> None:
     """One bar a peer: the median, with a whisker from the least to the greatest."""
     for position, (name, peer) in enumerate(peers.items()):
-        middle, low, high = (peer[key][what] / unit for what in ("median", "low", "high"))
+        middle, low, high = (peer[key][figure] / unit for figure in ("median", "low", "high"))
         axes.barh(
             position,
             middle,

@@ -22,12 +22,28 @@ if TYPE_CHECKING:
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"  # as terminals understand it
 MARKS = ("\u27e6", "\u27e7")  # around scored text, where there are no colours
+COLUMNS = 80
 ALL_VALUES = 1 << 40  # a tile of this many values or more is no tile
 
 
 def printable(value: object) -> str:
     """A value of a document from elsewhere, without characters that a terminal would obey."""
     return "".join(char if char.isprintable() else "?" for char in str(value))
+
+
+def folded(text: str) -> str:
+    """The text with lines of prose in at most COLUMNS columns; words and paths stay whole.
+
+    Lines that are indented stay as they are: they show data.
+    """
+    from textwrap import TextWrapper
+
+    folding = TextWrapper(
+        COLUMNS, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+    return "\n".join(
+        line if line.startswith(" ") else folding.fill(line) for line in text.splitlines()
+    )
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
@@ -166,14 +182,14 @@ def describe_trust(bundle: Bundle) -> str:
 def _quality(manifest: Manifest) -> str:
     """Bits per weight, their calibration, and the loss of quality."""
     calibration = manifest.provenance.get("calibration")
-    how = ""
+    calibrated = ""
     if isinstance(calibration, dict):
         tokens, data = calibration.get("tokens"), calibration.get("data")
-        how = f", calibrated on {printable(tokens)} tokens of {printable(data)}"
+        calibrated = f", calibrated on {printable(tokens)} tokens of {printable(data)}"
     quality = manifest.quality
     lost = "not measured" if quality is None else quality.describe()
     warning = "" if quality is None or not quality.is_hurt else f"\nwarning: {quality.warning()}"
-    return f"{manifest.bits_per_weight:.2f} bits per weight{how}; {lost}{warning}"
+    return f"{manifest.bits_per_weight:.2f} bits per weight{calibrated}; {lost}{warning}"
 
 
 def _operations(block_type: BlockType) -> list[str]:
@@ -222,11 +238,13 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ("scratch files on disk", format_bytes(plan["scratch_disk_bytes"])),
     ]
     lines = [
-        f"sequence bucket of {plan['bucket']} tokens, "
-        f"{counted(plan['rows'], 'sequence')} per batch, "
-        f"{counted(plan['accumulation'], 'batch', 'batches')} per step",
-        f"tiles: {_tiles(plan)}",
-        f"products in {plan['compute_dtype']}{_dequantizing(plan)}",
+        folded(
+            f"sequence bucket of {plan['bucket']} tokens, "
+            f"{counted(plan['rows'], 'sequence')} per batch, "
+            f"{counted(plan['accumulation'], 'batch', 'batches')} per step"
+        ),
+        folded(f"tiles: {_tiles(plan)}"),
+        folded(f"products in {plan['compute_dtype']}{_dequantizing(plan)}"),
         _table(table),
     ]
     if per_block:

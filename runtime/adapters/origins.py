@@ -62,20 +62,20 @@ Origins = Mapping[str, tuple[Origin, ...]]
 
 
 def elsewhere(
-    family: str, provenance: Mapping[str, Any], rows: Mapping[str, int], what: str
+    family: str, provenance: Mapping[str, Any], rows: Mapping[str, int], output: str
 ) -> dict[str, list[tuple[str, Origin]]]:
     """Of each of our modules, its parts in order: transformers' modules, and which rows of these.
 
-    `rows` are those of our modules' matrices. For `what` and the errors see `origins_in`.
+    `rows` are those of our modules' matrices. For `output` and the errors see `origins_in`.
     """
-    origins = origins_in(provenance, what)
-    found: dict[str, list[tuple[str, Origin]]] = {}
+    origins = origins_in(provenance, output)
+    parts_elsewhere: dict[str, list[tuple[str, Origin]]] = {}
     for own, count in rows.items():
         name = f"{own}{WEIGHT}"
         for part in origins.get(name, (Origin(name, 0, count, count),)):
             module = loaded_as(family, part.name.removesuffix(WEIGHT))
-            found.setdefault(own, []).append((module, part))
-    return found
+            parts_elsewhere.setdefault(own, []).append((module, part))
+    return parts_elsewhere
 
 
 def loaded_as(family: str, module: str) -> str:
@@ -97,10 +97,10 @@ def together(origins: list[Origin]) -> list[Origin]:
     return origins
 
 
-def origins_in(provenance: Mapping[str, Any], what: str) -> Origins:
+def origins_in(provenance: Mapping[str, Any], output: str) -> Origins:
     """The origins of a bundle's tensors, by their names here; those of the same name are left out.
 
-    `what` is to be written, for messages.
+    `output` is to be written, for messages.
 
     Raises:
         BundleError: the entry is damaged.
@@ -120,7 +120,9 @@ def origins_in(provenance: Mapping[str, Any], what: str) -> Origins:
     for part in (part for parts in origins.values() for part in parts):
         if not 1 <= part.times <= _MOST:
             raise damaged(part)
-    origins = {name: tuple(one for p in parts for one in p.each) for name, parts in origins.items()}
+    origins = {
+        name: tuple(origin for p in parts for origin in p.each) for name, parts in origins.items()
+    }
     whole: dict[str, set[Origin]] = {}
     for name, parts in origins.items():
         if not parts:
@@ -133,7 +135,7 @@ def origins_in(provenance: Mapping[str, Any], what: str) -> Origins:
         except ValueError as problem:
             raise damaged(problem) from None
         if not complete:
-            raise UsageError(f"{what}: of {where}'s {name} mlx-lm has not all rows")
+            raise UsageError(f"{output}: of {where}'s {name} mlx-lm has not all rows")
     return origins
 
 
@@ -143,7 +145,7 @@ def _is_tiled(parts: Iterable[Origin]) -> bool:
     if len({(part.height, part.transposed, part.across[2]) for part in parts}) != 1:
         raise ValueError("parts of a tensor say different things of it")
     by_columns = any(part.columns for part in parts)
-    for part in sorted(parts, key=lambda one: one.across[0] if by_columns else one.first):
+    for part in sorted(parts, key=lambda origin: origin.across[0] if by_columns else origin.first):
         other = (part.first, part.rows, part.height) if by_columns else part.across
         first, count, end = part.across if by_columns else (part.first, part.rows, part.height)
         if count < 1 or first + count > end or first < top or other[:2] != (0, other[2]):

@@ -86,8 +86,8 @@ def own_name(stored: str) -> str:
     Raises:
         UnsupportedError: it is of another kind than those of linear layers.
     """
-    if found := _STORED.fullmatch(unwrapped(stored)):
-        return f"{inner_name(found['module'])}.{A if 'A' in found.group('part', 'row') else B}"
+    if match := _STORED.fullmatch(unwrapped(stored)):
+        return f"{inner_name(match['module'])}.{A if 'A' in match.group('part', 'row') else B}"
     meaning = next((said for part, said in _OTHER_TENSORS.items() if part in stored), "")
     raise UnsupportedError(
         f"it holds {stored!r:.200}{meaning and f', which means {meaning}'}; only "
@@ -128,12 +128,12 @@ def config_of(
         revision: of the model on the hub, if it is known.
         inside: whether the model also sees: its vision tower has modules of the same names.
     """
-    found = sorted(modules)
-    numbers = None if layers is None or not found else list(layers)
-    targets: str | list[str] = sorted({module.split(".")[-1] for module in found})
-    outside = any(not any(map(str.isdecimal, module.split("."))) for module in found)
+    names = sorted(modules)
+    numbers = None if layers is None or not names else list(layers)
+    targets: str | list[str] = sorted({module.split(".")[-1] for module in names})
+    outside = any(not any(map(str.isdecimal, module.split("."))) for module in names)
     if outside and (inside or numbers is not None):  # neither numbers nor the pattern would do
-        targets, numbers = [module_name(module, inside) for module in found], None
+        targets, numbers = [module_name(module, inside) for module in names], None
     elif inside:  # a pattern, beside which PEFT allows no numbers of layers
         which = r"\d+" if numbers is None else f"(?:{'|'.join(map(str, numbers))})"
         targets = rf"model\.language_model\.layers\.{which}\.(?:.*\.)?(?:{'|'.join(targets)})"
@@ -151,7 +151,7 @@ def config_of(
         "lora_dropout": lora.dropout,
         "target_modules": targets,
         "layers_to_transform": numbers,
-        "layers_pattern": None if numbers is None else _LIST.sub(r"\1", found[0]),
+        "layers_pattern": None if numbers is None else _LIST.sub(r"\1", names[0]),
         "modules_to_save": None,
         "rank_pattern": {},
         "alpha_pattern": {},

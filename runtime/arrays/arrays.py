@@ -173,8 +173,10 @@ class CpuArrays:
         return part
 
     def apart(self, x: mx.array, others: Sequence[mx.array]) -> mx.array:
-        larger = [one for one in others if one.dtype == mx.float32 and one.nbytes > x.nbytes]
-        if any(np.may_share_memory(view(x), view(one)) for one in larger):
+        larger = [
+            other for other in others if other.dtype == mx.float32 and other.nbytes > x.nbytes
+        ]
+        if any(np.may_share_memory(view(x), view(other)) for other in larger):
             return self.contiguous(x, ...)
         return x
 

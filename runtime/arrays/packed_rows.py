@@ -53,8 +53,8 @@ class PackedRows:
 
     def prepare(self, matrices: Iterable[Matrix]) -> None:
         """Compile the products of any number of rows with these matrices, all at once."""
-        kinds = {_text(one, 1): one for one in matrices if one.compact}.values()
-        counts = [(one, count) for one in kinds for count in range(1, _most(one) + 1)]
+        kinds = {_text(matrix, 1): matrix for matrix in matrices if matrix.compact}.values()
+        counts = [(matrix, count) for matrix in kinds for count in range(1, _most(matrix) + 1)]
         compile_all(_text(*each) for each in counts)
 
     def multiply(self, x: Floats, matrices: Sequence[Matrix]) -> list[Floats]:

@@ -104,7 +104,7 @@ class ReadyTile:
         scales, biases = tile.scales.astype(dtype), tile.biases(matrix.bits).astype(dtype)
         if mx.cuda.is_available() and _no_kernel(group_size, scales.shape[1]):
             # contiguous: a single column would be repeated as a view, which no kernel takes
-            halves = (mx.contiguous(mx.repeat(one, 2, axis=1)) for one in (scales, biases))
+            halves = (mx.contiguous(mx.repeat(values, 2, axis=1)) for values in (scales, biases))
             (scales, biases), group_size = halves, group_size // 2
         return mx.quantized_matmul(
             x.astype(dtype),

@@ -89,9 +89,9 @@ def _check_text(manifest: Manifest) -> None:
 def _check_files(manifest: Manifest) -> None:
     names = [("file", name, file.nbytes) for name, file in manifest.files.items()]
     names += [("graph", graph.file, graph.nbytes) for graph in manifest.graphs.values()]
-    for what, name, nbytes in names:
-        allowed = len(name) <= MAX_NAME and SAFE.fullmatch(name) and PLACES[what].fullmatch(name)
-        require(bool(allowed), f"{what} {name!r:.80} is not an allowed name")
+    for kind, name, nbytes in names:
+        allowed = len(name) <= MAX_NAME and SAFE.fullmatch(name) and PLACES[kind].fullmatch(name)
+        require(bool(allowed), f"{kind} {name!r:.80} is not an allowed name")
         require(0 <= nbytes <= MAX_BYTES, f"{name} has {nbytes} bytes")
     for key, graph in manifest.graphs.items():
         require(0 <= graph.workspace_bytes <= MAX_BYTES, f"{key}: {graph.workspace_bytes} bytes")

@@ -19,6 +19,7 @@ from runtime.arrays.stored import Block, Extent, File, Graph, Matrix, Record
 from runtime.core.documents import is_deeper
 from runtime.core.errors import BundleError
 from runtime.core.stripes import Stripes
+from runtime.core.version import of_another_version
 from runtime.operations.execution import Tables
 from runtime.operations.program import BlockType
 
@@ -162,8 +163,8 @@ class Manifest(Record, frozen=True):
     @property
     def warnings(self) -> list[str]:
         """What the export found odd about the tokenizer; whatever else stands there is none."""
-        found = self.provenance.get(WARNINGS, [])
-        texts = found if isinstance(found, list) else []
+        recorded = self.provenance.get(WARNINGS, [])
+        texts = recorded if isinstance(recorded, list) else []
         return [text for text in texts if isinstance(text, str)]
 
     @property
@@ -354,12 +355,10 @@ def read_manifest(data: bytes, where: str) -> Manifest:
         raise BundleError(f"{where} is damaged: {problem}") from None
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise BundleError(f"{where} is no {FORMAT} manifest")
-    version = document.pop("version", None)
-    if version != VERSION or isinstance(version, bool):
-        raise BundleError(
-            f"{where}: format version {version!r:.20}, this program reads {VERSION}; export the "
-            "model again"
-        )
+    stamp, provenance = document.pop("version", None), document.get("provenance")
+    writer = provenance.get("exporter") if isinstance(provenance, dict) else None
+    if other := of_another_version(stamp, VERSION, "export the model again", writer):
+        raise BundleError(f"{where}: {other}")
     if is_deeper(document, MAX_DEPTH):
         raise BundleError(f"{where} is nested too deeply")
     try:

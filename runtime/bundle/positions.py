@@ -10,8 +10,10 @@ _LONGEST, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddin
 
 def positions_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of rotary positions of a bundle's configuration, flat."""
-    given = [config.get(name) for name in ("rope_parameters", "rope_scaling")]
-    return {key: value for one in given if isinstance(one, dict) for key, value in one.items()}
+    settings = [config.get(name) for name in ("rope_parameters", "rope_scaling")]
+    return {
+        key: value for group in settings if isinstance(group, dict) for key, value in group.items()
+    }
 
 
 def short_length(config: Mapping[str, Any]) -> int | None:
@@ -29,7 +31,7 @@ def short_length(config: Mapping[str, Any]) -> int | None:
 def longest_sequence(config: Mapping[str, Any]) -> int | None:
     """The most tokens for which a model was made; None where its configuration does not say."""
     longest, short = config.get(_LONGEST), short_length(config)
-    lengths = [one for one in (longest, short) if isinstance(one, int) and one > 0]
+    lengths = [length for length in (longest, short) if isinstance(length, int) and length > 0]
     return min(lengths, default=None)
 
 

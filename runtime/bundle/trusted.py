@@ -20,8 +20,8 @@ from runtime.core.paths import cache_folder, is_mine
 
 def graphs_checksum(manifest: Manifest) -> str:
     """The SHA-256 of a bundle's graphs: their own checksums, and the programs that call them."""
-    what = (manifest.mlx_version, manifest.device, manifest.block_types, manifest.graphs)
-    return hashlib.sha256(msgspec.json.encode(what, order="sorted")).hexdigest()
+    sources = (manifest.mlx_version, manifest.device, manifest.block_types, manifest.graphs)
+    return hashlib.sha256(msgspec.json.encode(sources, order="sorted")).hexdigest()
 
 
 def are_trusted(manifest: Manifest) -> bool:
@@ -29,8 +29,8 @@ def are_trusted(manifest: Manifest) -> bool:
     return bool(manifest.graphs) and is_mine(_path_of(manifest))
 
 
-def trust_graphs(manifest: Manifest, whose: str) -> None:
-    """Let the bundle's graphs run as they lie; `whose` says why, for whoever looks.
+def trust_graphs(manifest: Manifest, reason: str) -> None:
+    """Let the bundle's graphs run as they lie; `reason` says why, for whoever looks.
 
     Raises:
         StorageError: the cache folder cannot be written.
@@ -39,7 +39,7 @@ def trust_graphs(manifest: Manifest, whose: str) -> None:
     try:
         with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, f"{whose}\n".encode())
+        write_atomic(path, f"{reason}\n".encode())
     except StorageError as problem:
         raise StorageError(
             f"{problem}; what may run is kept in that folder: set XDG_CACHE_HOME to another"

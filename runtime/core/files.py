@@ -48,8 +48,8 @@ def require_file(path: Path) -> None:
     """Raise OSError unless a path leads to a regular file: to open a FIFO may take forever."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
-        what = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
-        raise OSError(errno.EINVAL, f"it is {what}, not a file", str(path))
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+        raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))
 
 
 def read_file(path: Path) -> bytes:
@@ -58,16 +58,16 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def read_small(path: Path, most_bytes: int, what: str) -> bytes:
+def read_small(path: Path, most_bytes: int, kind: str) -> bytes:
     """The bytes of a file from elsewhere that is read whole, so it must not be large.
 
     Raises:
-        BundleError: it has more than `most_bytes`; `what` is what it is taken for.
+        BundleError: it has more than `most_bytes`; `kind` is what it is taken for.
         OSError: as `read_file`.
     """
     if (size := path.stat().st_size) > most_bytes:
         raise BundleError(
-            f"{path} has {size:,} bytes: not {what}, which has {most_bytes:,} at most"
+            f"{path} has {size:,} bytes: not {kind}, which has {most_bytes:,} at most"
         )
     return read_file(path)
 
@@ -153,8 +153,11 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
-    """Turn an `OSError` (a full disk, a read-only folder) into a `StorageError`."""
+def storage_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Turn an `OSError` (a full disk, a read-only folder) into a `StorageError`.
+
+    `needed_bytes` are those of the file, if its size is known.
+    """
     try:
         yield
     except OSError as problem:
@@ -162,9 +165,10 @@ def storage_errors(path: Path) -> Iterator[None]:
             raise StorageError(f"{problem.strerror} while writing {path}: {TOO_LARGE}") from problem
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(path.parent if path.parent.exists() else Path("/")).free
+            needed = f", {needed_bytes / 1e6:.0f} MB needed" if needed_bytes else ""
             raise StorageError(
                 f"the disk is full: {problem.strerror} while writing {path} "
-                f"({free / 1e6:.0f} MB free); make room and start again"
+                f"({free / 1e6:.0f} MB free{needed}); make room and start again"
             ) from problem
         why = problem.strerror or f"{problem}; is the disk full?"  # NumPy's has only a text
         raise StorageError(f"cannot write {path}: {why}") from problem

@@ -115,8 +115,8 @@ def _packed(lengths: Lengths, max_seq_length: int, manifest: Manifest) -> Packin
 
 def pieces(row: Row, encoder: TextEncoder) -> list[tuple[str, bool]]:
     """A row as text, special tokens too, in runs of tokens that are scored or not."""
-    both = zip(row.tokens, row.scored, strict=True)
-    runs = groupby(both, key=lambda pair: bool(pair[1]))
+    marked = zip(row.tokens, row.scored, strict=True)
+    runs = groupby(marked, key=lambda pair: bool(pair[1]))
     return [(encoder.show([token for token, _ in run]), scored) for scored, run in runs]
 
 

@@ -83,14 +83,14 @@ def main(words: list[str] | None = None) -> int:
     bounds, arguments = from_json(sys.stdin.buffer.read())
     limits = msgspec.convert(bounds, Limits | None)
     try:
-        given = [
+        values = [
             msgspec.convert(argument, of, dec_hook=lambda of, text: of(text))
             for argument, of in zip(arguments, types, strict=True)
         ]
         if limits is not None:
             confine(limits)
         with redirect_stdout(sys.stderr):  # where libraries may write
-            result = msgspec.json.encode(called(*given))
+            result = msgspec.json.encode(called(*values))
     except OnDeviceError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

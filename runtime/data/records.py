@@ -149,9 +149,9 @@ def _one_after_another(text: str) -> list[object]:
     return values if all(isinstance(value, dict) for value in values) else []
 
 
-def _listed(rows: list[object], how: str, say: Note) -> Records:
-    if how:
-        say(how)
+def _listed(rows: list[object], reading: str, say: Note) -> Records:
+    if reading:
+        say(reading)
     return ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 

@@ -50,11 +50,11 @@ class DataReport(msgspec.Struct, kw_only=True):
         if len(self.warnings) < SHOWN:
             self.warnings.append(text)
 
-    def lose(self, what: str) -> None:
+    def lose(self, part: str) -> None:
         """Count a row of which something is not learnt."""
-        if what not in self.lost and len(self.lost) >= MOST_LOST:
-            what = "further fields, which are not read"
-        self.lost[what] = self.lost.get(what, 0) + 1
+        if part not in self.lost and len(self.lost) >= MOST_LOST:
+            part = "further fields, which are not read"
+        self.lost[part] = self.lost.get(part, 0) + 1
 
     def measure(self, length: int) -> None:
         """Count a row of so many tokens to predict."""
@@ -121,7 +121,7 @@ class DataReport(msgspec.Struct, kw_only=True):
     def warning_lines(self) -> list[str]:
         """The warnings that were kept, and how many more there were."""
         more = self.warned - len(self.warnings)
-        lost = [f"{_rows(count)} with {what:.200}" for what, count in self.lost.items()]
+        lost = [f"{_rows(count)} with {part:.200}" for part, count in self.lost.items()]
         return [*lost, *self.warnings, *([f"and {more} more such rows"] if more else [])]
 
     def describe(self, buckets: Sequence[int], lengths: bool = True) -> str:

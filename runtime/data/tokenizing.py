@@ -172,8 +172,8 @@ class Reader:
                 self.report.skipped += 1
                 self._warn(place, f"skipped: {error}")
                 continue
-            for what in dict.fromkeys((*recognised.lost, *whole.lost)):
-                self.report.lose(what)
+            for part in dict.fromkeys((*recognised.lost, *whole.lost)):
+                self.report.lose(part)
             for warning in whole.warnings:
                 self._warn(place, warning)
             row = whole.shortened(self.max_seq_length)

@@ -86,7 +86,7 @@ def in_messages(given: object, messages: Messages, encoder: TextEncoder) -> list
                 f"nothing but the word {text.strip()!r} in a message, as some programs write an "
                 "empty cell"
             )
-        lost += [f"{what}, in a message" for what in foreign(text, encoder)]
+        lost += [f"{part}, in a message" for part in foreign(text, encoder)]
         lost += [
             f"the special token {token!r} in a message, as if the template had written it"
             for token in encoder.special_text.findall(text)

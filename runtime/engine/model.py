@@ -224,7 +224,7 @@ class Model:
         """The values with which a layer's forward begins; `xs` is emptied."""
         of_lanes = offsets or [None] * len(xs)
         pairs = zip(xs, of_lanes, strict=True)
-        lanes: list[Values] = [{program.input: x, **self._starts(one)} for x, one in pairs]
+        lanes: list[Values] = [{program.input: x, **self._starts(of_lane)} for x, of_lane in pairs]
         xs.clear()
         return lanes
 

@@ -18,7 +18,7 @@ ALLOCATED, PROGRAM, RELOCATIONS = 2, 1, 4  # of ELF: SHF_ALLOC, SHT_PROGBITS and
 RELATIVE = (2, 4)  # R_X86_64_PC32 and PLT32, of x86-64
 
 
-def main(given: str, *targets: str) -> None:
+def main(source: str, *targets: str) -> None:
     """Compile the texts of a file, which zero bytes separate, each into one of the targets."""
     import llvmlite.binding as llvm
 
@@ -34,7 +34,7 @@ def main(given: str, *targets: str) -> None:
         reloc="pic",
         codemodel="small",
     )
-    for text, target in zip(Path(given).read_text().split("\0"), targets, strict=True):
+    for text, target in zip(Path(source).read_text().split("\0"), targets, strict=True):
         code = image(machine.emit_object(llvm.parse_assembly(text)))
         Path(target).write_bytes(code + hashlib.sha256(code).digest())
 
@@ -48,7 +48,9 @@ def image(elf: bytes) -> bytes:
         return not elf.startswith(b".text\0", headers[names][4] + headers[at][0])
 
     laid, places = bytearray(), dict[int, int]()
-    parts = [at for at, one in enumerate(headers) if one[1] == PROGRAM and one[2] & ALLOCATED]
+    parts = [
+        at for at, header in enumerate(headers) if header[1] == PROGRAM and header[2] & ALLOCATED
+    ]
     for at in sorted(parts, key=follows):
         start, length, alignment = (headers[at][field] for field in (4, 5, 8))
         laid.extend(b"\0" * (-len(laid) % max(1, alignment)))

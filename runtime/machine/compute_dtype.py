@@ -106,7 +106,7 @@ def measure_gpu() -> Rates:
         packed, *others = mx.quantize(mx.ones((GPU_ROWS, COLUMNS)), group_size=64, bits=4)
         for dtype in (mx.float32, mx.bfloat16):
             x, y = (mx.ones((TOKENS, width), dtype) for width in (COLUMNS, GPU_ROWS))
-            scales, biases = (one.astype(dtype) for one in others)
+            scales, biases = (values.astype(dtype) for values in others)
             mx.eval(x, y, packed, scales, biases)
             seconds = []
             for _ in range(REPEATS):

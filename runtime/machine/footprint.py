@@ -163,12 +163,12 @@ def _system_library() -> ctypes.CDLL:
 def _task_vm_info(system: ctypes.CDLL) -> TaskVmInfo:
     # the macro mach_task_self() reads this; a forked child gets a new port
     task = ctypes.c_uint32.in_dll(system, "mach_task_self_")
-    found = TaskVmInfo()
-    words = ctypes.c_uint32(ctypes.sizeof(found) // 4)  # natural_t units, in and out
-    status = system.task_info(task, _TASK_VM_INFO, ctypes.byref(found), ctypes.byref(words))
+    info = TaskVmInfo()
+    words = ctypes.c_uint32(ctypes.sizeof(info) // 4)  # natural_t units, in and out
+    status = system.task_info(task, _TASK_VM_INFO, ctypes.byref(info), ctypes.byref(words))
     if status:
         raise OnDeviceError(f"task_info(TASK_VM_INFO) failed with kern_return_t {status}")
-    return found
+    return info
 
 
 def _read_darwin() -> Footprint:

@@ -104,4 +104,7 @@ def read_machine(path: Path) -> Machine:
     except OSError as problem:
         raise UsageError(f"--machine {path} cannot be read: {problem.strerror}") from None
     except ValueError as problem:
-        raise UsageError(f"--machine {path} describes no machine: {problem}") from None
+        raise UsageError(
+            f"--machine {path} describes no machine: {problem}; if another version of ondevice "
+            "wrote it, measure the machine again (ondevice bench machine)"
+        ) from None

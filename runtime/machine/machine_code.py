@@ -55,12 +55,12 @@ def lacking() -> str:
         return f"the processor lacks {', '.join(absent)}"
     if find_spec("llvmlite") is None:
         return f"llvmlite is not installed: {INSTALL}"
-    given = ctypes.c_int64()
+    returned = ctypes.c_int64()
     try:
-        function(PROBE, 1)(ctypes.addressof(given))
+        function(PROBE, 1)(ctypes.addressof(returned))
     except (UsageError, StorageError, OSError) as problem:
         return str(problem)
-    return "" if given.value == 42 else "compiled code runs wrong"
+    return "" if returned.value == 42 else "compiled code runs wrong"
 
 
 def compile_all(texts: Iterable[str]) -> None:
@@ -71,14 +71,14 @@ def compile_all(texts: Iterable[str]) -> None:
         OSError: the system has no files in memory.
     """
     names: dict[str, None] = {}
-    with _in_memory() as given:
+    with _in_memory() as source:
         for text in texts:  # of which one is in memory at a time: they may have 100 KB
             if (name := _name(text)) not in names and _code(name) is None:
-                given.write(b"\0" * bool(names) + text.encode())
+                source.write(b"\0" * bool(names) + text.encode())
                 names[name] = None
-        given.flush()
+        source.flush()
         if names:
-            _keep(dict(zip(names, _compiled(given, len(names)), strict=True)))
+            _keep(dict(zip(names, _compiled(source, len(names)), strict=True)))
 
 
 def why_not_kept() -> str:
@@ -86,11 +86,11 @@ def why_not_kept() -> str:
     return _refusals[0] if _refusals else ""
 
 
-def _compiled(given: IO[bytes], count: int) -> list[bytes]:
+def _compiled(source: IO[bytes], count: int) -> list[bytes]:
     """The code of so many texts and its checksums, compiled in a process of its own."""
     with ExitStack() as files:
         said, *made = [files.enter_context(_in_memory()) for _ in range(1 + count)]
-        reason = _run([given, *made], said)
+        reason = _run([source, *made], said)
         codes = [_whole(file) for file in made]
         if not reason and all(_is_sound(octets) for octets in codes):
             return codes

@@ -242,7 +242,7 @@ class AdapterTensors:
             )
             ranks = len(range(ranks)[parts[0].ranks])
             outputs = sum(
-                len(range(self.shapes[f"{one.module}.{B}"][1])[one.rows]) for one in parts
+                len(range(self.shapes[f"{piece.module}.{B}"][1])[piece.rows]) for piece in parts
             )
             others |= {f"{own}.{A}": (inputs, ranks), f"{own}.{B}": (ranks, outputs)}
             self._pieces |= {f"{own}.{A}": parts, f"{own}.{B}": parts}

@@ -79,7 +79,7 @@ def check_base_weights(path: Path, bundle: Bundle) -> None:
 def _matrices(manifest: Manifest) -> dict[str, Matrix]:
     """The matrices that are whole modules of transformers, by the names of these."""
     rows = {own: matrix.rows for own, matrix in manifest.matrices.items()}
-    found = {
+    matrices = {
         module: manifest.matrices[own]
         for own, parts in elsewhere(manifest.family, manifest.provenance, rows, "--adapter").items()
         for module, part in parts
@@ -87,14 +87,14 @@ def _matrices(manifest: Manifest) -> dict[str, Matrix]:
     }
     first, last = manifest.blocks[0], manifest.blocks[-1]
     if manifest.owner(last) == first:
-        found[peft.HEAD] = manifest.matrices[first.tensor(manifest.adaptable(first)[0])]
-    return found
+        matrices[peft.HEAD] = manifest.matrices[first.tensor(manifest.adaptable(first)[0])]
+    return matrices
 
 
 def _unlike(file: BinaryIO, dtype: np.dtype[Any], weights: Weights, matrix: Matrix) -> list[int]:
     """The rows in a file, from where it is read on, that are not a matrix's."""
     near = _ROUNDED if matrix.is_float else min(_ROUNDED + 4 / (2**matrix.bits - 1), 0.9)
-    step, found = max(1, _MOST_VALUES // matrix.columns), []
+    step, unlike = max(1, _MOST_VALUES // matrix.columns), []
     for start in range(0, matrix.rows, step):
         stop = min(matrix.rows, start + step)
         data = file.read((stop - start) * matrix.columns * dtype.itemsize)
@@ -106,8 +106,8 @@ def _unlike(file: BinaryIO, dtype: np.dtype[Any], weights: Weights, matrix: Matr
         ).reshape(stop - start, matrix.columns)
         apart = np.linalg.norm(theirs - _rows(weights, matrix, start, stop), axis=1)
         is_near = apart <= near * np.linalg.norm(theirs, axis=1)  # no number is near
-        found += (start + np.flatnonzero(~is_near)).tolist()
-    return found
+        unlike += (start + np.flatnonzero(~is_near)).tolist()
+    return unlike
 
 
 def _rows(weights: Weights, matrix: Matrix, start: int, stop: int) -> F32:

@@ -55,8 +55,8 @@ def pieces_of(
         a, b = (shapes.get(f"{module}.{part}", ()) for part in (A, B))
         if len(a) == len(b) == 2 and a[1] == b[0]:
             whole = len(held) == 1
-            found = {held[0][0]: slice(None)} if whole else _ranks(module, held, rank, read)
-            ranks |= {(own, module): of for own, of in found.items()}
+            of_matrices = {held[0][0]: slice(None)} if whole else _ranks(module, held, rank, read)
+            ranks |= {(own, module): of for own, of in of_matrices.items()}
     pieces: dict[str, list[Piece]] = {}
     for own, places in parts.items():
         known = [(module, part) for module, part in places if (own, module) in ranks]
@@ -77,35 +77,36 @@ def _ranks(module: str, held: list[tuple[str, Origin]], rank: int, read: Read) -
     if count == 1 and not odd:  # one A for all that B reaches
         reached = [own for own, rows in where.items() if b[:, rows].any()]
         return dict.fromkeys(reached or where, slice(None))
-    found: dict[str, slice] = {}
+    of_matrices: dict[str, slice] = {}
     for number in range(count):
         ranks = slice(number * rank, (number + 1) * rank)
         reached = [own for own, rows in where.items() if b[ranks, rows].any()]
         if not reached and count == len(where):  # not trained yet
             reached = [held[number][0]]
-        found |= dict.fromkeys(reached, ranks) if len(reached) == 1 else {}
-    if odd or len(found) != count:
+        of_matrices |= dict.fromkeys(reached, ranks) if len(reached) == 1 else {}
+    if odd or len(of_matrices) != count:
         names = ", ".join(where)
         raise ValueError(
             f"{module} has an adapter of rank {len(b)}, which is not made of adapters of rank "
             f"{rank} of {names}, its matrices here"
         )
-    return found
+    return of_matrices
 
 
 def joined(name: str, pieces: list[Piece], read: Read) -> F32:
     """One of our tensors from its pieces. Raises ValueError if they have different A."""
     part = name.rpartition(".")[2]
     values = [
-        read(f"{one.module}.{A}")[:, one.ranks]
+        read(f"{piece.module}.{A}")[:, piece.ranks]
         if part == A
-        else read(f"{one.module}.{B}")[one.ranks, one.rows]
-        for one in pieces
+        else read(f"{piece.module}.{B}")[piece.ranks, piece.rows]
+        for piece in pieces
     ]
     if part == B:
         return np.ascontiguousarray(np.concatenate(values, axis=1))
     if any(not np.array_equal(value, values[0]) for value in values):
         raise ValueError(
-            f"{', '.join(one.module for one in pieces)} are one matrix here, and have different A"
+            f"{', '.join(piece.module for piece in pieces)} are one matrix here, and have "
+            "different A"
         )
     return np.ascontiguousarray(values[0])

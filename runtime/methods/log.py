@@ -21,6 +21,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError
 from runtime.core.files import read_file
+from runtime.core.version import __version__
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.weights import FullWeights
 from runtime.methods.noise import Noise
@@ -139,7 +140,10 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     known = {name for owner in OWNERS for name in owner.log_fields}
     for name in fields:
         if name not in known:
-            raise ValueError(f"its header has an unknown field, {name!r:.80}")
+            raise ValueError(
+                f"its header has the field {name!r:.80}, unknown to ondevice {__version__}: "
+                "another version may have written it"
+            )
     descents = _writers(DESCENTS, fields)
     if len(descents) > 1:
         names = [name for descent in descents for name in descent.log_fields if name in fields]

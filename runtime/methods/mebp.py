@@ -404,5 +404,5 @@ def start(config: TrainConfig, begin: Start) -> MeBP:
         config.seed,
         loss,
         workers,
-        Activations(begin.scratch, stored, most_rows, shape) if stored else None,
+        Activations(begin.scratch, stored, most_rows, shape, "mlp-products") if stored else None,
     )

@@ -45,9 +45,9 @@ class Group:
         """Where each tensor's values end when they are joined."""
         return list(accumulate(map(math.prod, self.shapes)))
 
-    def moment(self, which: str) -> str:
+    def moment(self, name: str) -> str:
         """The name of one of the group's moments."""
-        return f"{self.names[0]}.{which}"
+        return f"{self.names[0]}.{name}"
 
 
 def groups(shapes: Mapping[str, tuple[int, ...]], most: int) -> list[Group]:

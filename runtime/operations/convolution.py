@@ -57,8 +57,8 @@ class Convolution(Function, frozen=True):
         require(scope.values[self.outputs[0]] == shape, f"{where} of {shape}")
         channels = shape[2]
         for name, expected in zip(read, [(channels, self.width, 1), (channels,)], strict=False):
-            found = scope.parameters[name[1:]]
-            require(found == expected, f"{where}: {name} is {found}, expected {expected}")
+            stored = scope.parameters[name[1:]]
+            require(stored == expected, f"{where}: {name} is {stored}, expected {expected}")
 
     def describe(self, values: Mapping[str, Shape]) -> str:
         channels = values[self.outputs[0]][2]
@@ -77,8 +77,8 @@ class CachedConvolution(Convolution, frozen=True):
 
     def cached(self, values: Mapping[str, Shape]) -> Mapping[str, tuple[int, ...]]:
         """Shaped (1, 1, slots, C), so that slots are on the same axis as those of keys."""
-        one, slots, channels = shape_at(values[self.inputs[0]], self.slots)
-        return {self.cache: (one, 1, slots, channels)}
+        batch, slots, channels = shape_at(values[self.inputs[0]], self.slots)
+        return {self.cache: (batch, 1, slots, channels)}
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
         row = call.bytes_of(self.inputs[0]) // call.tokens

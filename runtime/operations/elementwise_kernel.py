@@ -76,7 +76,9 @@ class ElementwiseKernel:
             working_bytes = self.tools.graphs.workspace_bytes(key)
             self.tools.arrays.evaluate([*results.values()], working_bytes)
             # queries, keys and values may be parts of one matrix's product
-            return {name: self.tools.arrays.apart(one, arguments) for name, one in results.items()}
+            return {
+                name: self.tools.arrays.apart(result, arguments) for name, result in results.items()
+            }
         given, graphs = dict(zip(names, arguments, strict=True)), self.tools.graphs
         same = {} if forward else dict(zip(made, operation.vjp_same, strict=True))
         holder = {name: same.get(name) or name for name in wanted}

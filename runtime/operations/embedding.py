@@ -140,10 +140,10 @@ class Lookup(Function, frozen=True):
     def check_weights(self, scope: Scope) -> None:
         name = self.name(scope.tensor)
         matrix = scope.tables.matrices.get(name)
-        found = matrix and (matrix.rows, matrix.columns)
+        stored = matrix and (matrix.rows, matrix.columns)
         columns = scope.values[self.outputs[0]][-1]
         fits = matrix is not None and matrix.rows <= MOST_ROWS and matrix.columns == columns
-        require(fits, f"{scope.where}: {name} is {found}, for rows of {columns}")
+        require(fits, f"{scope.where}: {name} is {stored}, for rows of {columns}")
 
     def describe(self, values: Mapping[str, Shape]) -> str:
         shape = "x".join(map(str, values[self.outputs[0]][1:]))

@@ -111,13 +111,15 @@ class Experts(Function, frozen=True):
             routes += self.count * (2 * down.columns + down.rows) * F32
         clamped = 2 * value if self.activation == "clamped" else 0
         if not call.backward:
-            of_gate = max(tile_most(one, width * one.columns, execution) for one in (gate, up))
+            of_gate = max(
+                tile_most(matrix, width * matrix.columns, execution) for matrix in (gate, up)
+            )
             count = call.lanes
             summed = count * (taken + outputs + routes)
             activated = (2 * count + 1) * value + SCRATCH_BYTES + clamped
             multiplied = max(2 * count * value + of_gate, (count + 1) * value + of_down)
             return summed + max(activated, multiplied, 2 * outputs)
-        held = sum(execution.tile_bytes(one, width * one.columns) for one in (gate, up))
+        held = sum(execution.tile_bytes(matrix, width * matrix.columns) for matrix in (gate, up))
         held += max(3 * value + of_down, 5 * value + SCRATCH_BYTES + clamped)
         return taken + outputs + routes + inputs + max(held, 3 * inputs)
 
@@ -155,9 +157,9 @@ class Experts(Function, frozen=True):
         require(most, f"{where}: {weights} weights of {chosen} experts, of {self.count}")
 
     def check_weights(self, scope: Scope) -> None:
-        found = [scope.tables.matrices.get(name) for name in self.matrices(scope.tensor)]
-        shapes = [one and (one.rows, one.columns) for one in found]
-        down = found[2]
+        matrices = [scope.tables.matrices.get(name) for name in self.matrices(scope.tensor)]
+        shapes = [matrix and (matrix.rows, matrix.columns) for matrix in matrices]
+        down = matrices[2]
         columns, rows = scope.values[self.inputs[0]][-1], scope.values[self.outputs[0]][-1]
         width = down.columns if down else 0
         wanted = [(self.count * width, columns)] * 2 + [(self.count * int(rows), width)]

@@ -148,10 +148,10 @@ class ExpertsKernel:
                     arrays.add_rows(dx, part.tokens, pair[1])
                     mx.eval(dx)
                 del pair
-        found = {weighed: mx.array(d_weights)[None]}
+        results = {weighed: mx.array(d_weights)[None]}
         if dx is not None:
-            found[source] = dx[None]
-        return {name: found[name] for name in run.instruction.wanted}
+            results[source] = dx[None]
+        return {name: results[name] for name in run.instruction.wanted}
 
     def _biases(self, run: Run) -> list[mx.array]:
         """Those of gate (E, W), up (E, W) and down (E, D), or none."""

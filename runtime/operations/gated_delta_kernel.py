@@ -47,7 +47,9 @@ class DeltaRule:
         """
         segments = [*_segments(inputs[0].shape[1], starts)]
         y = mx.zeros(inputs[2].shape)
-        kept = mx.zeros((sum(not one.first for one in segments) * keeps, *_state_shape(inputs)))
+        kept = mx.zeros(
+            (sum(not segment.first for segment in segments) * keeps, *_state_shape(inputs))
+        )
         self.arrays.settle(y, kept)
         state, at = _no_state(inputs), 0
         for segment in segments:
@@ -307,8 +309,8 @@ class GatedDeltaKernel:
         (statistic,), (output,) = operation.statistics, operation.outputs
         inputs = [values[name] for name in operation.inputs]
         dy = values[gradient_of(output)]
-        found = rule.backward(inputs, values[statistic], dy, starts_of(values))
-        return dict(zip(operation.inputs, found, strict=True))
+        slopes = rule.backward(inputs, values[statistic], dy, starts_of(values))
+        return dict(zip(operation.inputs, slopes, strict=True))
 
 
 class CachedGatedDeltaKernel(ForwardKernel):

@@ -56,7 +56,9 @@ class RowLinear(RowKernel):
     def row(self, run: Run, values: Any, loras: Loras) -> None:
         operation, tools = run.operation(Linear), self.tools
         x = np.asarray(values[operation.inputs[0]])[0]
-        linears = [one for one in operation.linears if one.output in run.instruction.wanted]
+        linears = [
+            linear for linear in operation.linears if linear.output in run.instruction.wanted
+        ]
         matrices = [tools.stored[run.block.tensor(linear.name)] for linear in linears]
         ys = tools.matrices.of_rows(x, matrices)
         for linear, y in zip(linears, ys, strict=True):
@@ -111,7 +113,7 @@ class RowAttention(RowKernel):
         parts = [[ring[:, : len(places)] for ring in (keys, past)]]
         if (prefix := loras.get(operation.prefix)) is not None:
             trained = (np.asarray(half) for half in (prefix.a, prefix.b))  # (m, K ·)
-            parts.append([one.reshape(len(one), len(k), -1).swapaxes(0, 1) for one in trained])
+            parts.append([half.reshape(len(half), len(k), -1).swapaxes(0, 1) for half in trained])
         rows = q.reshape(len(k), -1, q.shape[1]) * np.float32(operation.scale)
         scores = [np.einsum("krd,knd->krn", rows, part) for part, _ in parts]
         if operation.cap is not None:
@@ -128,7 +130,7 @@ class RowAttention(RowKernel):
         if operation.sinks:
             total += np.exp(tops[-1] - top)
         out = sum(
-            np.einsum("krn,kne->kre", w, one) for w, (_, one) in zip(weights, parts, strict=True)
+            np.einsum("krn,kne->kre", w, part) for w, (_, part) in zip(weights, parts, strict=True)
         )
         values[operation.outputs[0]] = (out / total).reshape(1, len(q), 1, -1)
 

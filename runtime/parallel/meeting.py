@@ -46,8 +46,8 @@ def meet(
         problem = ""
     else:
         place = json.loads(exchange.broadcast(b""))
-        found, problem = _connected(place, exchange.rank)
-        peers = {} if found is None else {0: found}
+        connection, problem = _connected(place, exchange.rank)
+        peers = {} if connection is None else {0: connection}
     _check(exchange, problem and f"rank 0 on {hosts[0]} at {problem}", hosts)
     return Heartbeat(exchange.rank, peers, heard, describe)
 
@@ -72,11 +72,11 @@ def connect_all(exchange: Exchange, hosts: Sequence[str]) -> tuple[Connections, 
         asking, problem = {}, ""
         for other in range(exchange.size):
             if other != rank and not problem:
-                found, why = _connected(places[other], rank)
-                if found is None:
+                connection, why = _connected(places[other], rank)
+                if connection is None:
                     problem = f"rank {other} on {hosts[other]} at {why}"
                 else:
-                    asking[other] = found
+                    asking[other] = connection
         accepting.join()
     _check(exchange, problem, hosts)
     return asking, asked

@@ -98,6 +98,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     rows: Count
     accumulation: Count
     arithmetic: str
+    threads: Count  # of the BLAS and of compiled code, whose memory counts
     tile_values: Count
     attention_block: Count = msgspec.field(name="query_block")
     slice_columns: Natural  # of its width that an MLP takes at once; 0: the whole width
@@ -168,7 +169,7 @@ class Task(NamedTuple):
 
 
 Wish = tuple[Task, Sizes, int]  # a task, sizes, and batch lanes
-FACTS = ("limit_bytes", "minimum_bytes")
+FACTS = ("limit_bytes", "minimum_bytes", "threads")
 """Fields of a plan that say how the machine and the process are, and decide nothing."""
 
 
@@ -336,6 +337,7 @@ class Planner:
             rows=task.request.rows,
             accumulation=task.request.accumulation,
             arithmetic=self.machine.arithmetic,
+            threads=self.machine.blas.threads,
             tile_values=sizes.tile_values,
             attention_block=sizes.attention_block,
             slice_columns=lowered.slice_columns,
@@ -377,8 +379,10 @@ class Planner:
         """What a planner makes of an earlier plan's choices: an equal plan, if it made that one.
 
         The choices are the sizes, the batch lanes, and what is kept and stays dequantized. The
-        process is that of the plan; the machine's limit is that of now.
+        process and its threads are those of the plan; the machine's limit is that of now.
         """
+        here = _with_threads(self.machine, plan.threads)
+        same = self if here == self.machine else Planner(self.manifest, here)
 
         def choices(sizes: Sizes) -> tuple[object, ...]:
             tiles = (sizes.tile_values, sizes.attention_block, sizes.slice_values)
@@ -388,10 +392,9 @@ class Planner:
         levels = [level for level in known if choices(level) == choices(plan.sizes)]
         made = plan
         for level in levels or known:
-            model = self.model(task, level)
-            besides = self._process_bytes(task, model) - self.machine.process_bytes
+            besides = same._process_bytes(task, same.model(task, level)) - here.process_bytes
             process = max(0, plan.process_bytes - besides)
-            machine = msgspec.structs.replace(self.machine, process_bytes=process)
+            machine = msgspec.structs.replace(here, process_bytes=process)
             before = Planner(self.manifest, machine)
             for lanes in task.demand.lanes:
                 made = before.predict(task, level, plan.budget_bytes, 0, lanes)
@@ -637,10 +640,7 @@ class Planner:
                 if self._least(_of(task, bucket=bucket)) <= room:
                     return f"{text}, or use --max-seq-length {bucket}"
         blas = self.machine.blas
-        one_thread = msgspec.structs.replace(
-            self.machine, blas=msgspec.structs.replace(blas, threads=1)
-        )
-        if Planner(self.manifest, one_thread)._least(task) <= room:
+        if Planner(self.manifest, _with_threads(self.machine, 1))._least(task) <= room:
             return (
                 f"{text}, or set OPENBLAS_NUM_THREADS=1: each of {blas.threads} threads takes "
                 "memory"
@@ -657,6 +657,12 @@ class Planner:
                 return context
             context //= 2
         return 0
+
+
+def _with_threads(machine: Machine, threads: int) -> Machine:
+    """The same machine, where so many threads multiply."""
+    blas = msgspec.structs.replace(machine.blas, threads=threads)
+    return msgspec.structs.replace(machine, blas=blas)
 
 
 def _of(task: Task, **changes: int) -> Task:
@@ -699,16 +705,25 @@ def _worth(savings: Sequence[tuple[float, int]]) -> list[int]:
 
 
 def _scratch_bytes(manifest: Manifest, task: Task, model: PeakModel, kept: int) -> int:
-    """Bytes of a run's scratch files: activations, adapters, optimizer state, gradients.
+    """Bytes of a run's scratch files; the last `kept` layers keep activations in memory."""
+    stored = _stored_values(task, model, kept)
+    return sum(scratch_files(manifest, task, stored, model.adapters.all).values())
 
-    The last `kept` layers keep activations in memory. Where all weights are trained, the slots that
-    hold them count as well.
+
+def scratch_files(
+    manifest: Manifest, task: Task, stored_values: int, adapter_bytes: int
+) -> dict[str, int]:
+    """Bytes of each scratch file of a run, by the names with which `map_scratch` makes them.
+
+    `stored_values` are those of layers that are stored for their backward, and `adapter_bytes`
+    those of all adapters. Where all weights are trained, their two slots for each block count too.
     """
-    slots = len(manifest.blocks) if task.demand.slots is None else task.demand.slots
-    slots += _stored_values(task, model, kept)
-    row_bytes = task.request.bucket * manifest.widest * F32
-    trained = model.adapters.all if task.demand.trains else 0
-    copies = 1 + task.demand.moments + task.demand.stores_gradients
-    if task.demand.trains_weights:  # two slots for each block
-        trained, copies = manifest.weights_nbytes, 2
-    return slots * task.demand.hidden_states * row_bytes + copies * trained
+    demand = task.demand
+    slots = len(manifest.blocks) if demand.slots is None else demand.slots
+    row_bytes = demand.hidden_states * task.request.bucket * manifest.widest * F32
+    files = {"activations": slots * row_bytes, "mlp-products": stored_values * row_bytes}
+    if demand.trains_weights:
+        return {**files, "weights": 2 * manifest.weights_nbytes}
+    trained = adapter_bytes if demand.trains else 0
+    stored = {"optimizer": demand.moments, "gradients": int(demand.stores_gradients)}
+    return {**files, "adapters": trained, **{name: n * trained for name, n in stored.items()}}

@@ -188,7 +188,7 @@ def for_values(machine: Machine, manifest: Manifest, asked: str) -> Machine:
         UsageError: bfloat16 was asked for.
     """
     types = manifest.block_types.values()
-    reasons = [each.only_float32 for one in types for each in one.operations]
+    reasons = [each.only_float32 for block_type in types for each in block_type.operations]
     reason = next(filter(None, reasons), "")
     if not reason or machine.device == "cpu" or machine.compute_dtype == "float32":
         return machine
@@ -223,9 +223,14 @@ def reason_to_replan(
         return f"its plan has {different[0]}"
     now = Planner(manifest, machine).peak_of(plan, wanted.task)
     if now > plan.budget_bytes:
+        threads = machine.blas.threads
+        more = (
+            f", where {threads} threads take more memory than the {plan.threads} of its plan "
+            f"(OPENBLAS_NUM_THREADS={plan.threads} has as many)"
+        )
         return (
             f"it would take {format_bytes(now)} of a budget of {format_bytes(plan.budget_bytes)} "
-            "in this process"
+            f"in this process{more if threads > plan.threads else ''}"
         )
     return ""
 

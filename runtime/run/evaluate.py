@@ -155,9 +155,9 @@ def evaluate_rows(
         if stop is not None and stop.signal is not None and len(losses) < mine:
             reason = cause(stop.signal)
             raise InterruptedRunError(f"{reason}: {name} ended at row {len(losses)} of {mine}")
-    told = [(loss.loss_sum, loss.correct, loss.scored_tokens) for loss in losses]
+    sums = [(loss.loss_sum, loss.correct, loss.scored_tokens) for loss in losses]
     of_workers = [3 * sum(len(groups[number]) for number in part) for part in parts]
-    everything = exchange.gather([float(number) for row in told for number in row], of_workers)
+    everything = exchange.gather([float(number) for row in sums for number in row], of_workers)
     result = summarize(
         [
             StepLoss(entropy, round(correct), round(tokens))

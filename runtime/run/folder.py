@@ -38,22 +38,25 @@ from runtime.core.files import (
     write_atomic,
 )
 from runtime.core.paths import text_path
+from runtime.core.version import __version__, of_another_version
 from runtime.data.hub import FOLDER
 from runtime.data.run_rows import is_tokens
 from runtime.machine.backend import arithmetic
 from runtime.methods.adapter_reader import AdapterFiles
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import TRAJECTORY, Method
+from runtime.plan.plan import Plan
 from runtime.run.lock import LOCK, RunLock
 from runtime.run.results import Evaluation, read_steps
 from runtime.run.team import WORKERS, Speeds
 from runtime.run.trackers import OF_TRACKERS
 from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Log
-from runtime.storage.saves import CONFIG, SAVES, SLOTS, Saves, State, another_run
+from runtime.storage.saves import CONFIG, SAVES, SLOTS, Saves, State, another_run, other_ways
 
 T = TypeVar("T")
 D = TypeVar("D")
+VERSION = 4  # of a run's files, which plan.json names; a save has one of its own
 PLAN, METRICS, SUMMARY = "plan.json", "metrics.jsonl", "summary.json"
 EVALUATIONS, OTHER_EVALUATIONS = "evaluations.json", "also-evaluated.json"
 SPEEDS = "speeds.json"
@@ -161,6 +164,18 @@ class RunFolder:
             return
         with self.checksums.replacing(name, hashlib.sha256(data).hexdigest()):
             write_atomic(self.path / name, data)
+
+    def write_plan(self, plan: Plan) -> None:
+        """Write the plan, with the version that all files of this run have."""
+        self.write(PLAN, plan_bytes(plan))
+
+    def plan(self) -> Plan:
+        """The plan that the run was last executed with.
+
+        Raises:
+            BundleError: it is damaged, or another version of ondevice has written the run.
+        """
+        return read_plan(self.path / PLAN, other_ways(self.path))
 
     def write_json(self, name: str, value: object) -> None:
         """Write a struct, or a dictionary of them."""
@@ -410,6 +425,28 @@ class WorkerFolder(RunFolder):
 
     def write_initial(self, adapters: Adapters) -> None:
         """Nothing: rank 0 does it."""
+
+
+def plan_bytes(plan: Plan) -> bytes:
+    """The content of plan.json."""
+    stamps = {"version": VERSION, "written_by": f"ondevice {__version__}"}
+    return (json.dumps({**stamps, **plan.to_json()}, indent=1) + "\n").encode()
+
+
+def read_plan(path: Path, way_out: str) -> Plan:
+    """The plan in a plan.json; `way_out` is for one that another version has written.
+
+    Raises:
+        BundleError: it is damaged, or of another version.
+    """
+    facts = read_json(path)
+    stamp, writer = facts.pop("version", None), facts.pop("written_by", None)
+    if other := of_another_version(stamp, VERSION, way_out, writer):
+        raise BundleError(f"{path}: {other}")
+    try:
+        return msgspec.convert(facts, Plan)
+    except (msgspec.ValidationError, UnicodeError) as problem:
+        raise BundleError(f"{path} is damaged: {problem}; {way_out}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -121,12 +121,12 @@ def _without_adapters(config: StepConfig, bundle: Bundle) -> Bundle:
             f"({quantized[0]} to {manifest.matrices[quantized[0]].bits} bits), and rounding to so "
             "few would undo every update; export the model with --trainable full, or train adapters"
         )
-    given = [FLAGS[name] for name in config.given_lora]
-    given += [] if config.adapter is None else ["--adapter"]
-    given += [] if not config.lora_dropout else ["--lora-dropout"]
-    if given:
+    flags = [FLAGS[name] for name in config.given_lora]
+    flags += [] if config.adapter is None else ["--adapter"]
+    flags += [] if not config.lora_dropout else ["--lora-dropout"]
+    if flags:
         raise UsageError(
-            f"{', '.join(given)}: with --trainable full there are no adapters; leave it out, or "
+            f"{', '.join(flags)}: with --trainable full there are no adapters; leave it out, or "
             "give --trainable lora, or prefix for an adapter that is one"
         )
     return bundle.with_lora(msgspec.structs.replace(manifest.lora, targets=()))
@@ -176,10 +176,10 @@ def refuse_prefix(lora: LoraSettings, adapter: Path, why: str) -> None:
 
 
 def _with_given(config: StepConfig, lora: LoraSettings) -> LoraSettings:
-    given = config.given_lora
+    settings = config.given_lora
     if config.lora_dropout is not None:
-        given["dropout"] = config.lora_dropout
-    return msgspec.structs.replace(lora, **given)
+        settings["dropout"] = config.lora_dropout
+    return msgspec.structs.replace(lora, **settings)
 
 
 def _filled(config: C, lora: LoraSettings) -> C:

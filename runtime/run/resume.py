@@ -6,31 +6,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from runtime.bundle.store import Bundle
 from runtime.config.base import load, to_toml
 from runtime.config.train import TrainConfig
-from runtime.core.errors import BundleError, UsageError
+from runtime.core.errors import UsageError
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.notes import silent, warning
-from runtime.core.units import format_bytes
+from runtime.core.units import counted, format_bytes
 from runtime.data.run_rows import absolute, open_run_rows
 from runtime.data.samples import Samples
 from runtime.machine.backend import arithmetic
 from runtime.machine.footprint import Meter
+from runtime.machine.machine import Machine
 from runtime.plan.plan import Plan, Planner
 from runtime.run.budget import (
     make_plan,
     reason_to_replan,
     training,
 )
+from runtime.run.disk import check_disk
 from runtime.run.ending import ENDS, FURTHER
-from runtime.run.folder import (
-    PLAN,
-    RunFolder,
-    read_json,
-)
+from runtime.run.folder import PLAN, RunFolder
 from runtime.run.lora import to_resume
 from runtime.run.opened import Opened, Progress, announce, machine_of_run, progress_of, weights_of
 from runtime.run.processes import team_of
@@ -83,6 +79,7 @@ def _resume(path: Path, events: Events, wanted: dict[str, Any], team: Team) -> T
         folder.prepare_to_resume()
         for name in (CONFIG, PLAN):
             folder.check(name)
+        folder.plan()  # first, since it says whether this version reads the run's files
         before = load(TrainConfig, path / CONFIG, {})
         if "epochs" in wanted:
             wanted = {"steps": None, **wanted}  # the run's own, which they replace
@@ -119,6 +116,7 @@ def _continue(
     samples = Samples.of(config, bundle.manifest, rows.train)
     config = settled(config, samples, silent if config.steps == before.steps else events.note)
     _check_steps(config, folder, progress.done)
+    check_disk(config, bundle.manifest, chosen, folder)
     team.share(files_of(config, folder, chosen, state))
     bundle = team.joined(bundle)
     weights = weights_of(config, bundle, chosen, folder, progress.done)
@@ -138,7 +136,7 @@ def _continue(
     trainer = Trainer(opened, adapters, running, progress)
     if trainer.ended:
         _say_ended(trainer, before, events)
-    folder.write_json(PLAN, chosen)
+    folder.write_plan(chosen)
     folder.write(CONFIG, to_toml(config).encode())
     if not trainer.ended:
         events.note(f"resuming after step {progress.done} of {config.steps}")
@@ -190,21 +188,13 @@ def _plan_again(
     config: TrainConfig, bundle: Bundle, folder: RunFolder, events: Events, workers: int
 ) -> Plan:
     """The plan that the run was started with, or a new one where it cannot be executed again."""
-    path = folder.path / PLAN
-    try:
-        stored = msgspec.convert(read_json(path), Plan)
-    except (msgspec.ValidationError, UnicodeError) as problem:
-        raise BundleError(
-            f"{path} is damaged: {problem}; if another version of ondevice wrote it, go on with "
-            f"that one, or {another_run(folder.path)}"
-        ) from None
-    manifest = bundle.manifest
+    stored, manifest = folder.plan(), bundle.manifest
     machine = machine_of_run(config, bundle)
     wanted = training(config, manifest, workers)
     made = Planner(manifest, machine).again(stored, wanted.task)
     reason = reason_to_replan(stored, made, manifest, machine, wanted)
     if not reason:
-        _say_facts(stored, made, events)
+        _say_facts(stored, made, machine, events)
         return made
     chosen = make_plan(manifest, machine, wanted)
     rounds, before = (
@@ -216,8 +206,14 @@ def _plan_again(
     return chosen
 
 
-def _say_facts(before: Plan, now: Plan, events: Events) -> None:
+def _say_facts(before: Plan, now: Plan, machine: Machine, events: Events) -> None:
     """Note what is no longer as it was when a plan was made, though the plan stays."""
+    threads = machine.blas.threads
+    if before.threads != threads:
+        planned = counted(before.threads, "thread")
+        events.note(
+            f"the run was planned for {planned}, and {threads} run here; its plan still fits"
+        )
     if before.limit_bytes != now.limit_bytes:
         limits = [
             "none" if limit is None else format_bytes(limit)

@@ -26,10 +26,8 @@ from runtime.run.budget import (
     training,
     training_machine,
 )
-from runtime.run.folder import (
-    PLAN,
-    RunFolder,
-)
+from runtime.run.disk import check_disk
+from runtime.run.folder import RunFolder
 from runtime.run.lora import to_train
 from runtime.run.opened import Opened, Progress, announce, machine_of_run, weights_of
 from runtime.run.processes import team_of
@@ -154,6 +152,7 @@ def _begin(
             "--eval-every needs held-out data: give --eval-data or --valid-split, or a "
             "folder with a valid file as --data"
         )
+    check_disk(fixed, bundle.manifest, chosen, folder)
     for name in folder.token_files:
         folder.checksums.record(name)
     team.share(files_of(fixed, folder, chosen, None))
@@ -163,7 +162,7 @@ def _begin(
     opened = Opened(fixed, folder, session, samples, rows, team, meter, events)
     adapters, running = opened.first_state()
     invite(opened)
-    folder.write_json(PLAN, chosen)
+    folder.write_plan(chosen)
     folder.write(CONFIG, to_toml(fixed).encode())
     if bundle.manifest.quality is not None and bundle.manifest.quality.is_hurt:
         events.note(warning(bundle.manifest.quality.warning()))

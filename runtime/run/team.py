@@ -148,7 +148,7 @@ class Team:
                 f"process for each of the {of} (mpirun -n {of}), or give all the whole bundle"
             )
 
-    def compare(self, what: str, digest: str) -> None:
+    def compare(self, state: str, digest: str) -> None:
         """Return if the digests of all workers are equal.
 
         Raises:
@@ -160,7 +160,7 @@ class Team:
         for rank, theirs in enumerate(digests):
             if theirs != digests[0]:
                 raise WorkerError(
-                    f"the workers no longer agree: {what} have the SHA-256 {digests[0]} on "
+                    f"the workers no longer agree: {state} have the SHA-256 {digests[0]} on "
                     f"{self.named(0)} and {theirs} on {self.named(rank)}, so one of these machines "
                     "computes otherwise",
                     differs=True,
@@ -170,12 +170,12 @@ class Team:
         """What the workers tell each other after a step."""
         over = meter.over_budget
         message = _NEWS.pack(seconds, meter.peak_bytes, over, number or 0)
-        told = [_NEWS.unpack(each) for each in self.workers.exchange.all_bytes(message)]
+        news = [_NEWS.unpack(each) for each in self.workers.exchange.all_bytes(message)]
         return News(
-            told[0][0],
-            {rank: signal for rank, (*_, signal) in enumerate(told) if signal},
-            {rank: peak for rank, (_, peak, over, _) in enumerate(told) if over},
-            tuple(peak for _, peak, *_ in told),
+            news[0][0],
+            {rank: signal for rank, (*_, signal) in enumerate(news) if signal},
+            {rank: peak for rank, (_, peak, over, _) in enumerate(news) if over},
+            tuple(peak for _, peak, *_ in news),
         )
 
     @property
@@ -269,11 +269,11 @@ def require_same(first: Facts, theirs: Facts, on_first: str, on_theirs: str) -> 
     Raises:
         UsageError: they differ.
     """
-    for what, value in first.items():
-        if theirs.get(what) != value:
+    for fact, value in first.items():
+        if theirs.get(fact) != value:
             raise UsageError(
-                f"the workers differ in {what}: {value} on {on_first}, {theirs.get(what)} on "
-                f"{on_theirs}; {WAYS_OUT.get(what, 'let all have the same')}"
+                f"the workers differ in {fact}: {value} on {on_first}, {theirs.get(fact)} on "
+                f"{on_theirs}; {WAYS_OUT.get(fact, 'let all have the same')}"
             )
 
 

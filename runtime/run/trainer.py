@@ -163,8 +163,8 @@ class Trainer:
         whole = self.config.trains_all
         if self.team.size == 1 or (whole and self.done % AGREE_STEPS and not self.ended):
             return
-        what = "weights" if whole else "adapters"
-        self.team.compare(f"the {what} after step {self.done}", self.method.digest())
+        trained = "weights" if whole else "adapters"
+        self.team.compare(f"the {trained} after step {self.done}", self.method.digest())
 
     def _save(self) -> None:
         self._agree()
@@ -229,8 +229,8 @@ class Trainer:
                 + ("lower --learning-rate" if learned else "lower --epsilon")
             )
         for rank, peak_bytes in news.over.items():
-            what = f"{self._saved} --budget MORE"
-            raise passed_budget(peak_bytes, self.session.plan, what, self.team.where(rank))
+            way_out = f"{self._saved} --budget MORE"
+            raise passed_budget(peak_bytes, self.session.plan, way_out, self.team.where(rank))
         if news.signals and not self.ended:
             rank, number = next(iter(news.signals.items()))
             where = "" if len(news.signals) == self.team.size else self.team.where(rank)

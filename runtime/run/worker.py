@@ -17,10 +17,7 @@ from runtime.data.run_rows import MIX, TOKENS, open_run_rows
 from runtime.data.samples import Samples
 from runtime.machine.footprint import Meter
 from runtime.plan.plan import Plan
-from runtime.run.budget import (
-    plan_of_first,
-    training,
-)
+from runtime.run.budget import plan_of_first, training
 from runtime.run.folder import (
     EVALUATIONS,
     OTHER_EVALUATIONS,
@@ -28,7 +25,8 @@ from runtime.run.folder import (
     SPEEDS,
     RunFolder,
     WorkerFolder,
-    read_json,
+    plan_bytes,
+    read_plan,
 )
 from runtime.run.lora import to_resume
 from runtime.run.opened import Opened, machine_of_run, progress_of, weights_of
@@ -77,7 +75,7 @@ def worker(path: Path, own: Mapping[str, Any], team: Team) -> Iterator[Trainer]:
             rows = open_run_rows(config, bundle, path)
             samples = Samples.of(config, bundle.manifest, rows.train)
             chosen = plan_of_first(
-                msgspec.convert(read_json(path / PLAN), Plan),
+                read_plan(path / PLAN, "give all machines that version"),
                 bundle.manifest,
                 machine_of_run(config, bundle),
                 training(config, bundle.manifest, team.size),
@@ -104,7 +102,7 @@ def invite(opened: Opened) -> None:
     least = {"limit_bytes": None, "minimum_bytes": session.plan.predicted_peak_bytes}
     files: dict[str, Path | bytes] = {
         CONFIG: to_toml(plain).encode(),
-        PLAN: msgspec.json.encode(msgspec.structs.replace(session.plan, **least)),
+        PLAN: plan_bytes(msgspec.structs.replace(session.plan, **least)),
         **adapter_files(config.adapter),
         **{name: folder.path / name for name in (TOKENS[0], MIX) if (folder.path / name).exists()},
     }
@@ -120,7 +118,7 @@ def files_of(
     """What `join` needs, by name: of a run's folder, and of the adapter to start from."""
     files: dict[str, Path | bytes] = {
         CONFIG: to_toml(config).encode(),
-        PLAN: msgspec.json.encode(chosen),
+        PLAN: plan_bytes(chosen),
     }
     names = [*folder.token_files, CHECKSUMS, OTHER_EVALUATIONS, SPEEDS]
     if state is not None:

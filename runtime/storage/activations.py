@@ -23,12 +23,19 @@ class Activations:
     They are float32 or, in half of their place, bfloat16.
     """
 
-    def __init__(self, folder: Path, slots: int, rows: int, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        slots: int,
+        rows: int,
+        shape: tuple[int, ...],
+        name: str = "activations",
+    ) -> None:
         self.rows = rows
         self._stored: dict[tuple[int, int], tuple[tuple[int, ...], mx.Dtype]] = {}
         self._values = int(np.prod(shape))
         self._stride = -(-self._values * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._map = map_scratch(folder, "activations", self._stride * slots * rows)
+        self._map = map_scratch(folder, name, self._stride * slots * rows)
 
     def _offset(self, slot: int, row: int) -> int:
         return (slot * self.rows + row) * self._stride

@@ -15,6 +15,7 @@ import msgspec
 
 from runtime.core.errors import BundleError
 from runtime.core.files import read_file, reading_errors, require_file, sha256_file, write_atomic
+from runtime.core.version import of_another_version
 from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Prefix
 
@@ -55,7 +56,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-class _Version(msgspec.Struct):
+class _Stamped(msgspec.Struct):
     version: int
 
 
@@ -72,6 +73,11 @@ def another_run(run: Path, copy: bool = False) -> str:
             f"adapter_config.json of {run}"
         )
     return f"start another run with --adapter {run}"
+
+
+def other_ways(run: Path, copy: bool = False) -> str:
+    """How to train the result of a run further that another version of ondevice has written."""
+    return f"go on with that version, or {another_run(run, copy)}"
 
 
 @dataclass(frozen=True)
@@ -139,12 +145,9 @@ class Saves:
         with reading_errors(path):
             data = read_file(path)
         try:
-            version = msgspec.json.decode(data, type=_Version).version
-            if version != VERSION:
-                raise BundleError(
-                    f"{place} is a save of version {version}, not {VERSION}: another version of "
-                    f"ondevice wrote it; go on with that one, or {another_run(self.run, copy=True)}"
-                )
+            stamp = msgspec.json.decode(data, type=_Stamped).version
+            if other := of_another_version(stamp, VERSION, other_ways(self.run, copy=True)):
+                raise BundleError(f"{path}: {other}")
             state = msgspec.json.decode(data, type=State)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as problem:
             raise BundleError(f"{path} is damaged: {problem}; {self.way_out(place)}") from None

@@ -30,7 +30,7 @@ def map_scratch(folder: Path, name: str, size: int) -> mmap.mmap:
     Raises:
         StorageError: the disk is full.
     """
-    with storage_errors(folder / name):
+    with storage_errors(folder / name, size):
         fd, path = tempfile.mkstemp(".partial", f".{name}-", folder)
         try:
             Path(path).unlink()

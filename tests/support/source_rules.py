@@ -58,6 +58,14 @@ def constants(tree: ast.Module) -> dict[str, Set[str]]:
     return known
 
 
+def names_among(tree: ast.Module, names: Set[str]) -> Found:
+    """Variables and parameters with one of the names."""
+    for node in ast.walk(tree):
+        name = node.id if isinstance(node, ast.Name) else getattr(node, "arg", None)
+        if name in names and not isinstance(node, ast.keyword):
+            yield node, str(name)
+
+
 def names_told_apart(tree: ast.Module, names: Set[str]) -> Found:
     """Where code does one thing or another by a name: comparisons, look-ups and tables by name."""
     known = constants(tree)

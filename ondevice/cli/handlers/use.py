@@ -31,7 +31,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     if config.source is not None:
         _eval_beside_source(config, arguments.json)
         return
-    from ondevice.cli.describe import describe_task
+    from ondevice.cli.describe import describe_task, folded
     from runtime.run.evaluate import run_eval
     from runtime.run.results import Events
 
@@ -42,12 +42,13 @@ def run_eval(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(result)
     else:
-        out(
+        text = (
             f"{describe_task(result)}, over {counted(result.scored_tokens, 'token')} in "
             f"{counted(result.rows, 'row')}\n"
             f"peak footprint {format_bytes(result.peak_footprint_bytes)}, budget "
             f"{format_bytes(result.budget_bytes)}"
         )
+        out(folded(text))
     if result.loss is None:
         adapter = "" if config.adapter is None else f" with the adapter {config.adapter}"
         raise BundleError(

@@ -260,10 +260,10 @@ class FullWeights:
     def digest(self) -> str:
         """The SHA-256 of all weights that have been written; an update may be pending in them."""
         assert self.slots is not None, "these weights are only read"
-        found = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for index, whole in enumerate(self._whole):
-            found.update(b"" if whole is None else self.slots.digest(index, whole.slot))
-        return found.hexdigest()
+            sha256.update(b"" if whole is None else self.slots.digest(index, whole.slot))
+        return sha256.hexdigest()
 
     def settle(self) -> None:
         """Write all blocks with all updates."""

@@ -184,6 +184,6 @@ def demand(config: StepConfig) -> Demand:
 def start(config: TrainConfig, begin: Start) -> ZerothOrder:
     """The method at its beginning."""
     shapes = Adapters.shapes(begin.adapters.manifest)
-    on_disk = MappedTensors(begin.scratch, "hessian", shapes)
+    on_disk = MappedTensors(begin.scratch, "optimizer", shapes)
     descent = HessianDescent(config.hessian_smoothing_used, shapes, on_disk)
     return start_with(config, begin, ThreePoint(config.directions), descent=descent)

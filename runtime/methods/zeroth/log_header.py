@@ -85,6 +85,11 @@ class Header:
         Raises:
             ValueError: a common field is missing or invalid, since anybody may have written it.
         """
+        if (written := facts.get("format", FORMAT)) != FORMAT:
+            raise ValueError(
+                f"another version of ondevice wrote it: its format is {written!r:.80}, "
+                f"not {FORMAT!r}"
+            )
         missing = [name for name in REQUIRED if name not in facts]
         if missing:
             raise ValueError(f"its header lacks {', '.join(missing)}")
@@ -95,8 +100,6 @@ class Header:
         return header
 
     def _check(self) -> None:
-        if self.format != FORMAT:
-            raise ValueError(f"its format is {self.format!r}, not {FORMAT!r}")
         if self.noise not in KINDS:
             raise ValueError(f"its noise is {self.noise!r}; it must be one of {', '.join(KINDS)}")
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:

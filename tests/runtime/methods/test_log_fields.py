@@ -93,7 +93,7 @@ def log_of(path: Path, fields: dict[str, Any], *lines: str) -> Path:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"more": 1}, "unknown field, 'more'"),
+        ({"more": 1}, "has the field 'more', unknown to ondevice .*another version"),
         ({"noise": "uniform"}, "its noise is 'uniform'"),
         ({"seed": -1}, "its seed is -1"),
         ({"seed": "1"}, "its seed is '1'"),

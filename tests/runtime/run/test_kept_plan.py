@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -17,17 +18,22 @@ from runtime.arrays.attention_scratch import scratch_values
 from runtime.config.base import load
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError, BundleError, UsageError
-from runtime.machine.backend import arithmetic
+from runtime.core.version import __version__
+from runtime.machine.backend import PANEL_BYTES, ROW_BYTES, arithmetic
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Blas, Heap, Machine
 from runtime.operations.values import F32
-from runtime.plan.plan import FACTS, Plan, Planner
+from runtime.plan.block_peaks import BlockPeak
+from runtime.plan.plan import FACTS, Plan, Planner, deciding_differences
 from runtime.plan.sizes import LEVELS
 from runtime.run import budget, resume, start
-from runtime.run.folder import RunFolder
+from runtime.run.folder import VERSION, RunFolder, plan_bytes
 from runtime.run.lora import to_resume
-from runtime.run.results import Events, Step
+from runtime.run.results import Evaluation, Events, Step
 from runtime.run.session import open_checked
+from runtime.run.team import Speeds
+from runtime.storage import saves
+from runtime.storage.logs import Prefix
 
 BUDGET = 40_000_000
 STEPS, STOPPED_AFTER = 6, 3
@@ -85,7 +91,7 @@ def stopped(runs: tuple[Path, Path], tmp_path: Path) -> Path:
 
 
 def plan_in(run: Path) -> Plan:
-    return msgspec.convert(json.loads((run / "plan.json").read_bytes()), Plan)
+    return RunFolder(run).plan()
 
 
 def resumed(run: Path, given: str | None = None) -> tuple[Plan, str]:
@@ -158,7 +164,7 @@ def test_the_plan_of_the_run_decides_and_not_the_machine(
     planner, task = Planner(tiny("gemma3").manifest, LINUX), task_of(64, rows=2)
     stored = planner.predict(task, LEVELS[-1], BUDGET, before.minimum_bytes)
     assert stored.tile_values != before.tile_values and not stored.kept_layers
-    replaced(stopped, "plan.json", json.dumps(stored.to_json()))
+    replaced(stopped, "plan.json", plan_bytes(stored).decode())
     on(monkeypatch)
     plan, said = resumed(stopped)
     assert plan == stored and "planned anew" not in said
@@ -178,7 +184,7 @@ def test_a_new_plan_that_rounds_otherwise_says_so(
     other = msgspec.structs.replace(before, **{"kept_products": 0, "kept_mlps": 0, **least})
     monkeypatch.setattr(resume, "make_plan", lambda *wanted: other)
     stored = msgspec.structs.replace(other, **{name: getattr(before, name)})
-    replaced(stopped, "plan.json", json.dumps(stored.to_json()))
+    replaced(stopped, "plan.json", plan_bytes(stored).decode())
     _, said = resumed(stopped, "41MB")
     assert "planned anew" in said and ("last bits" in said) == (name != "kept_layers")
 
@@ -251,12 +257,13 @@ def test_no_field_of_a_plan_changes_in_silence(
     config, bundle = to_resume(config, open_checked(config.bundle))
     monkeypatch.setattr(resume, "make_plan", lambda manifest, machine, wanted: before)
     for name in Plan.__struct_fields__:
-        replaced(stopped, "plan.json", json.dumps(changed(before, name).to_json()))
+        replaced(stopped, "plan.json", plan_bytes(changed(before, name)).decode())
         said: list[str] = []
         events = Events(note=said.append)
         plan = resume._plan_again(config, bundle, RunFolder(stopped), events, workers=1)
-        assert plan == before, (name, said)
-        assert len(said) == 1 and ("planned anew" in said[0]) != (name in FACTS), (name, said)
+        assert not deciding_differences(plan, before), (name, said)
+        assert len(said) == 1 + (name == "threads"), (name, said)  # they change what is smallest
+        assert ("planned anew" in said[0]) != (name in FACTS), (name, said)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +284,7 @@ def test_a_run_whose_plan_was_changed_goes_on_to_the_same_bits(
 ) -> None:
     on(monkeypatch)
     other = msgspec.structs.replace(plan_in(stopped), **{name: value})
-    replaced(stopped, "plan.json", json.dumps(other.to_json()))
+    replaced(stopped, "plan.json", plan_bytes(other).decode())
     _, said = resumed(stopped)
     assert told in said
     assert adapter(stopped) == adapter(runs[0])
@@ -323,7 +330,6 @@ def damaged(text: str) -> dict[str, str]:
         "a list": "[]",
         "no object": "3",
         "deep": "[" * 100_000,
-        "empty": "{}",
         "a field less": json.dumps({k: v for k, v in plan.items() if k != "lanes"}),
         "a field more": json.dumps({**plan, "more": 64}),
         "text for bytes": json.dumps({**plan, "live_bytes": "much"}),
@@ -350,6 +356,104 @@ def test_a_damaged_plan_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(BundleError, match=r"plan\.json"):
         resume.resume(stopped, Events(), {})
     assert adapter(stopped) == before
+
+
+@pytest.mark.parametrize(
+    ("stamps", "told"),
+    [
+        ({}, "another version of ondevice wrote it, with no format version, and this is"),
+        ({"version": VERSION - 1, "written_by": "ondevice 0.0.9"}, "ondevice 0.0.9 wrote it, with"),
+        ({"version": True}, "with format version True"),
+    ],
+)
+def test_a_run_of_another_version_is_refused_before_its_fields(
+    tiny: Tiny,
+    stopped: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stamps: dict[str, object],
+    told: str,
+) -> None:
+    """Whatever differs in its files, the message is the same, and its way out works."""
+    on(monkeypatch)
+    before = json.loads((stopped / "plan.json").read_text())
+    assert before["version"] == VERSION and before["written_by"] == f"ondevice {__version__}"
+    config = (stopped / "config.toml").read_text()
+    replaced(stopped, "config.toml", "an_option_that_is_gone = 3\n" + config)
+    replaced(stopped, "plan.json", json.dumps({**stamps, "more": 64}))
+    with pytest.raises(BundleError, match=told) as refused:
+        resume.resume(stopped, Events(), {})
+    assert f"which reads version {VERSION}; go on with that version" in str(refused.value)
+    assert str(refused.value).endswith(f"or start another run with --adapter {stopped}")
+    further = TrainConfig(
+        bundle=str(tiny("gemma3").path), data="random:5", adapter=str(stopped),
+        output=str(stopped.parent / "further"), max_seq_length=64, budget="40MB", steps=1,
+    )  # fmt: skip
+    assert start.train(further, Events()).steps == 1
+
+
+FIELDS = {  # of the files of a run, and the versions that their formats then have
+    "run": (4, "4179d6f3d26a"),
+    "save": (3, "9460c24a715a"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "structs"),
+    [
+        ("run", VERSION, (Plan, BlockPeak, Evaluation, Step, Speeds)),
+        ("save", saves.VERSION, (saves.State, Prefix)),
+    ],
+)
+def test_other_fields_are_another_version(
+    name: str, version: int, structs: tuple[type, ...]
+) -> None:
+    """A format whose fields change gets a new version, so that who reads an old file hears so."""
+    fields = [[struct.__name__, *struct.__annotations__.items()] for struct in structs]
+    assert (version, hashlib.sha256(repr(fields).encode()).hexdigest()[:12]) == FIELDS[name]
+
+
+THREADED = msgspec.structs.replace(LINUX, llvm=True, blas=Blas(2, PANEL_BYTES, ROW_BYTES))
+
+
+def planned_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch, before: Plan, threads: int
+) -> tuple[Plan, str]:
+    """The plan with which a run goes on where so many threads run, and what is said."""
+    blas = msgspec.structs.replace(THREADED.blas, threads=threads)
+    on(monkeypatch, llvm=True, blas=blas)
+    replaced(run, "plan.json", plan_bytes(before).decode())
+    config = load(TrainConfig, run / "config.toml", {})
+    config, bundle = to_resume(config, open_checked(config.bundle))
+    notes: list[str] = []
+    plan = resume._plan_again(config, bundle, RunFolder(run), Events(note=notes.append), workers=1)
+    return plan, "\n".join(notes)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_other_threads_execute_the_plan_where_it_fits(
+    tiny: Tiny, stopped: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    before = plan_of(tiny("gemma3").manifest, task_of(64, rows=2), BUDGET, THREADED)
+    assert before.compiled and before.threads == 2
+    plan, said = planned_again(stopped, monkeypatch, before, threads)
+    assert plan == before
+    assert said == (
+        ""
+        if threads == 2
+        else f"the run was planned for 2 threads, and {threads} run here; its plan still fits"
+    )
+
+
+def test_threads_for_which_the_plan_is_too_large_are_said(
+    tiny: Tiny, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = plan_of(tiny("gemma3").manifest, task_of(64, rows=2), BUDGET, THREADED)
+    with pytest.raises(BudgetError, match="set OPENBLAS_NUM_THREADS=1: each of 64 threads"):
+        planned_again(stopped, monkeypatch, before, 64)
+    monkeypatch.setattr(resume, "make_plan", lambda *wanted: before)
+    _, said = planned_again(stopped, monkeypatch, before, 64)
+    assert "planned anew: it would take 5" in said and "budget of 40 MB in this process" in said
+    assert "64 threads take more memory than the 2 of its plan (OPENBLAS_NUM_THREADS=2 has" in said
 
 
 def test_a_worker_without_compiled_code_refuses_a_plan_that_takes_it(tiny: Tiny) -> None:

@@ -1,0 +1,113 @@
+"""The files that a run says it will write are those that it does write, each with its size."""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.bundles import Tiny
+from support.plans import LINUX
+
+from runtime.config.train import TrainConfig
+from runtime.core.errors import StorageError
+from runtime.machine.footprint import Meter
+from runtime.run import budget, disk, resume, start
+from runtime.run.folder import RunFolder
+from runtime.run.results import Events
+from runtime.storage import activations, scratch
+
+
+def config_of(tiny: Tiny, run: Path, **options: object) -> TrainConfig:
+    options = {"budget": "1GB", "max_seq_length": 64, **options}
+    return TrainConfig(
+        bundle=str(tiny("gemma3").path), data="random:5", output=str(run), steps=2, save_every=1,
+        keep=2, **options,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+class Unwatched(Meter):
+    """Never over budget: the process of the tests is larger than the one that is planned for."""
+
+    @property
+    def over_budget(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "mebp", "max_grad_norm": 1.0, "batch_size": 2},
+        {"method": "mebp", "plan": "paper", "optimizer": "sgd"},
+        {"method": "mebp", "budget": "37.1MB"},
+        {"method": "mezo", "batch_size": 2},
+        {"method": "hizoo"},
+        {"method": "zo-act", "batch_size": 2},
+    ],
+)
+def test_every_file_is_counted(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
+) -> None:
+    monkeypatch.setattr(budget, "this_machine", lambda *asked: LINUX)
+    monkeypatch.setattr(start, "Meter", Unwatched)
+    made: dict[str, int] = {}
+    checked: dict[str, int] = {}
+
+    def recorded(folder: Path, name: str, size: int) -> mmap.mmap:
+        assert checked, "the disk is looked at before anything is written"
+        made[name] = made.get(name, 0) + size
+        return whole(folder, name, size)
+
+    def listed(*arguments: object) -> dict[str, int]:
+        files = to_write(*arguments)  # type: ignore[arg-type]
+        checked.update(files)
+        return files
+
+    whole, to_write = scratch.map_scratch, disk.files_to_write
+    monkeypatch.setattr(scratch, "map_scratch", recorded)
+    monkeypatch.setattr(activations, "map_scratch", recorded)
+    monkeypatch.setattr(disk, "files_to_write", listed)
+    run = tmp_path / "run"
+    start.train(config_of(tiny, run, **options), Events())
+    assert ("mlp-products" in made) == ("budget" in options)
+    made = {name: size for name, size in made.items() if size > 1}  # of no values
+    assert set(made) == {name for name, size in checked.items() if size} - {"saves", "the adapter"}
+    for name, size in made.items():
+        rows = 64 if name in ("activations", "mlp-products") else 1  # begin at whole pages
+        assert checked[name] <= size <= checked[name] + rows * mmap.PAGESIZE, name
+    saved = [file.stat().st_size for file in run.glob("saves/*/*")]
+    small = 20_000  # headers, settings and checksums
+    assert sum(saved) <= checked["saves"] + 3 * small
+    assert (run / "adapters.safetensors").stat().st_size <= checked["the adapter"] + small
+
+
+def test_a_disk_that_is_too_small_is_refused_before_with_each_file(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    config = config_of(tiny, run, method="mebp", max_grad_norm=1.0)
+    start.train(config, Events())
+    folder = RunFolder(run)
+    files = disk.files_to_write(config, tiny("gemma3").manifest, folder.plan(), folder)
+    free = SimpleNamespace(free=sum(files.values()) - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    told = r"the run will write .* are free: activations .*, adapters .*, optimizer .*, gradients"
+    with pytest.raises(StorageError, match=told):
+        resume.resume(run, Events(), {"steps": 3})
+    other = tmp_path / "other"
+    with pytest.raises(StorageError, match=told + ".*, saves .*, the adapter .*; make room"):
+        start.train(config_of(tiny, other, method="mebp", max_grad_norm=1.0), Events())
+    assert not other.exists()
+
+
+def test_a_full_disk_says_how_much_a_file_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(scratch, "reserve", full)
+    with pytest.raises(StorageError, match=r"mlp-products \(\d+ MB free, 24 MB needed\)"):
+        activations.Activations(tmp_path, 3, 2, (1, 1000, 1000), "mlp-products")
