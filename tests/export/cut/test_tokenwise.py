@@ -50,20 +50,20 @@ def test_gradients_are_autograds(
 
 
 @each_family
-def test_norms_and_activations_are_tiled_and_positions_are_not(tiny: Tiny, family: str) -> None:
+def test_norms_activations_and_rotations_are_tiled(tiny: Tiny, family: str) -> None:
     manifest = tiny(family, seq_lens=LENGTHS).manifest
     block_type = manifest.block_types["layer0"]
     graphs = elementwise_of(block_type)
     tiled = [one for one in graphs if one.tokenwise]
-    made = [("self_attn.q_proj.in",), ("mlp.gate_proj.in",), ("mlp.down_proj.in",)]
+    attention = next(one for one in block_type.operations if isinstance(one, Attention))
+    made = [("self_attn.q_proj.in",), attention.inputs, ("mlp.gate_proj.in",)]
+    made.append(("mlp.down_proj.in",))
     gemma = [("out",)] if family == "gemma3" else []  # elsewhere a sum, which holds nothing inside
     assert [one.outputs for one in tiled] == made + gemma
     for one in tiled:
         assert {one.graph_tokens(bucket) for bucket in LENGTHS} == {48, 64}
         assert graph_key(one.graph, "vjp", 128) not in manifest.graphs
-    attention = next(one for one in block_type.operations if isinstance(one, Attention))
-    maker = next(one for one in graphs if attention.inputs[0] in one.outputs)
-    assert not maker.tokenwise and maker.graph_tokens(128) == 128
+    assert [one.outputs for one in tiled if one.placed] == [attention.inputs]
 
 
 def place(array: mx.array) -> int:
