@@ -227,7 +227,7 @@ class PeakModel:
         return self._keeping[key]
 
     def hole_beside_kept(self, kept: Sequence[int]) -> int:
-        """The most unused bytes that an operation leaves if so many of the last layers keep values."""
+        """The most unused bytes that an operation leaves if the last layers so keep values."""
         ways = range(1, 1 + sum(count > 0 for count in kept))
         return max(
             (

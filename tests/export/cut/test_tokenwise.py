@@ -104,11 +104,13 @@ def test_gradients_that_are_one_array_are_one(tiny: Tiny, rng: Rng, family: str)
     assert shared
 
 
-def test_tiling_makes_the_peak_smaller(tiny: Tiny) -> None:
+@pytest.mark.parametrize("placed", [False, True])
+def test_tiling_makes_the_peak_smaller(tiny: Tiny, placed: bool) -> None:
     manifest = tiny("gemma3", seq_lens=LENGTHS).manifest
     lowered = lower(manifest, 128, Sizes(1 << 12, 16), packed=False)
     model = PeakModel(manifest, lowered, demand_of("mebp"))
-    operation = next(o for o in elementwise_of(manifest.block_types["layer0"]) if o.tokenwise)
+    graphs = elementwise_of(manifest.block_types["layer0"])
+    operation = next(one for one in graphs if one.tokenwise and one.placed == placed)
     tile = manifest.graphs[graph_key(operation.graph, "vjp", 64)]
     widest = max(int(np.prod(shape)) * 4 for shape in tile.outputs)
     assert tile.workspace_bytes > widest  # what is saved, at twice the tokens, is as large again
