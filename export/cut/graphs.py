@@ -177,7 +177,7 @@ def _forward(stage: Stage, keys: Sequence[str], placed: bool = False) -> Functio
     """
 
     def forward(*arrays: mx.array) -> list[mx.array]:
-        *given, position = arrays if placed else (*arrays, None)
+        given, position = (arrays[:-1], arrays[-1]) if placed else (arrays, None)
         results = stage(dict(zip(keys, given, strict=True)), position)
         return [result.astype(arrays[0].dtype) for result in results]
 
@@ -259,13 +259,13 @@ def _with_properties(
     """
     forward, vjp = functions["forward"].call, functions["vjp"].call
     if _tiling_pays(traces, values["x"], tokens):
-        names = operation.vjp_inputs, operation.vjp_outputs
+        reversed_names = operation.vjp_inputs, operation.vjp_outputs
         if operation.position:  # its forward continues at a position, or it would be refused
-            tokenwise = continues(vjp, placed["vjp"].call, *names, shapes)
+            tokenwise = continues(vjp, placed["vjp"].call, *reversed_names, shapes)
         else:
             own = operation.inputs, operation.outputs
             tokenwise = treats_tokens_alike(forward, *own, shapes)
-            tokenwise = tokenwise and treats_tokens_alike(vjp, *names, shapes)
+            tokenwise = tokenwise and treats_tokens_alike(vjp, *reversed_names, shapes)
         operation = replace(operation, tokenwise=tokenwise)
     if operation.may_be_gated(values):
         names = (*operation.inputs, *operation.outputs)

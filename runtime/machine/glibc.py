@@ -97,7 +97,8 @@ def unused_bytes(heap: Heap, use: HeapUse) -> int:
     """Unused bytes of the heap while a block runs.
 
     The current tile of weights leaves no holes, and neither do logits that are too large for the
-    heap and therefore mapped, or into whose holes the values of forwards fit. If long values are mapped as well, fewer holes are left.
+    heap and therefore mapped, or into whose holes the values of forwards fit. If long values are
+    mapped as well, fewer holes are left.
     """
     most = _largest_on_heap(use.value_bytes)
     mapped = use.logits_bytes > most
