@@ -110,8 +110,9 @@ def cut_graph(
     primals = tuple(key for key in read if not is_parameter(key))
     constants = tuple(key for key in read if is_parameter(key))
     inputs = primals + constants
-    forward, decode = _forward(stage, inputs), _decode(stage, inputs)
-    pullback = _Pullback(forward, primals, constants, tuple(map(gradient_of, targets)), shapes)
+    forward, decode = _forward(stage, inputs), _forward(stage, inputs, placed=True)
+    of = (primals, constants, tuple(map(gradient_of, targets)), shapes)
+    pullback = _Pullback(forward, *of)
     vjp_inputs = pullback.inputs_read(tokens)
     vjp = pullback.function(vjp_inputs)
 
@@ -121,6 +122,15 @@ def cut_graph(
         "forward": TracedFunction(forward, input_shapes),
         "vjp": TracedFunction(vjp, vjp_shapes, differentiated=True),
         "decode": TracedFunction(decode, input_shapes, positioned=True),
+    }
+    placed = {
+        "forward": TracedFunction(decode, input_shapes, positioned=True),
+        "vjp": TracedFunction(
+            _Pullback(decode, *of).function(vjp_inputs),
+            vjp_shapes,
+            differentiated=True,
+            positioned=True,
+        ),
     }
     traces = {direction: function.trace(tokens) for direction, function in functions.items()}
     operation = Elementwise(
@@ -140,7 +150,9 @@ def cut_graph(
             f"the model computes {', '.join(targets)} of one token from other tokens, which only "
             "attention may do; that is not supported"
         )
-    operation = _with_properties(operation, functions, traces, values, shapes, tokens)
+    operation = _with_properties(operation, functions, placed, traces, values, shapes, tokens)
+    if operation.placed:
+        functions |= placed
     return CutGraph(
         operation,
         ElementwiseGraph(operation, functions),
@@ -158,19 +170,18 @@ def _is_cotangent(key: str) -> bool:
     return key.startswith("~")
 
 
-def _forward(stage: Stage, keys: Sequence[str]) -> Function:
-    """The stage as a function of these inputs, with results of the first one's type."""
+def _forward(stage: Stage, keys: Sequence[str], placed: bool = False) -> Function:
+    """The stage as a function of these inputs, with results of the first one's type.
+
+    `placed`: and of the position of the first token.
+    """
 
     def forward(*arrays: mx.array) -> list[mx.array]:
-        results = stage(dict(zip(keys, arrays, strict=True)), None)
+        given, position = (arrays[:-1], arrays[-1]) if placed else (arrays, None)
+        results = stage(dict(zip(keys, given, strict=True)), position)
         return [result.astype(arrays[0].dtype) for result in results]
 
     return forward
-
-
-def _decode(stage: Stage, keys: Sequence[str]) -> Function:
-    """The stage as a function of these inputs and the position of the first token."""
-    return lambda *arrays: stage(dict(zip(keys, arrays[:-1], strict=True)), arrays[-1])
 
 
 def _inputs_read(
@@ -208,10 +219,14 @@ class _Pullback:
         return tuple(key for key in self.inputs if key in read or key == self.cotangents[0])
 
     def function(self, keys: Sequence[str]) -> Function:
-        """The gradients as a function of `keys`; other inputs do not matter and are zeros."""
+        """The gradients as a function of `keys`; other inputs do not matter and are zeros.
+
+        A further array is given to the forward as its last input.
+        """
 
         def pulled(*arrays: mx.array) -> list[mx.array]:
-            given = dict(zip(keys, arrays, strict=True))
+            given = dict(zip(keys, arrays, strict=False))
+            position = arrays[len(keys) :]
             cotangent = next(key for key in given if _is_cotangent(key))
             tokens = given[cotangent].shape[token_axis(self.shapes[cotangent])]
             for key in self.inputs:
@@ -220,7 +235,7 @@ class _Pullback:
                     given[key] = mx.zeros(shape_at(self.shapes[key], tokens), dtype)
             constants = [given[key] for key in self.constants]
             _, gradients = mx.vjp(
-                lambda *primals: self.forward(*primals, *constants),
+                lambda *primals: self.forward(*primals, *constants, *position),
                 [given[key] for key in self.primals],
                 [given[key] for key in self.cotangents],
             )
@@ -232,18 +247,25 @@ class _Pullback:
 def _with_properties(
     operation: Elementwise,
     functions: Mapping[str, TracedFunction],
+    placed: Mapping[str, TracedFunction],
     traces: Mapping[str, Trace],
     values: Mapping[str, Shape],
     shapes: dict[str, Shape],
     tokens: int,
 ) -> Elementwise:
-    """The operation with the properties that let it run by tiles, or as a gated activation."""
+    """The operation with the properties that let it run by tiles, or as a gated activation.
+
+    `placed` has its functions that take the position of the first token.
+    """
     forward, vjp = functions["forward"].call, functions["vjp"].call
     if _tiling_pays(traces, values["x"], tokens):
-        tokenwise = treats_tokens_alike(forward, operation.inputs, operation.outputs, shapes)
-        tokenwise = tokenwise and treats_tokens_alike(
-            vjp, operation.vjp_inputs, operation.vjp_outputs, shapes
-        )
+        reversed_names = operation.vjp_inputs, operation.vjp_outputs
+        if operation.position:  # its forward continues at a position, or it would be refused
+            tokenwise = continues(vjp, placed["vjp"].call, *reversed_names, shapes)
+        else:
+            own = operation.inputs, operation.outputs
+            tokenwise = treats_tokens_alike(forward, *own, shapes)
+            tokenwise = tokenwise and treats_tokens_alike(vjp, *reversed_names, shapes)
         operation = replace(operation, tokenwise=tokenwise)
     if operation.may_be_gated(values):
         names = (*operation.inputs, *operation.outputs)

@@ -106,7 +106,7 @@ def _extra(bundle: Path, measured: Process) -> dict[str, Any]:
             "flat_bytes": 1.0,
             "share": float(max(0, on_heap)),
             "share_of_backward": float(max(0, on_heap)) if backward else 0.0,
-            "share_of_logits": float(4 * plan.bucket * plan.chunk_rows),
+            "share_of_logits": float(4 * plan.bucket * plan.chunk_rows) if backward else 0.0,
             "share_of_kept": kept,
         },
         "mapped": plan.mapped_value_bytes >= LONG_VALUE_BYTES,

@@ -97,7 +97,8 @@ def unused_bytes(heap: Heap, use: HeapUse) -> int:
     """Unused bytes of the heap while a block runs.
 
     The current tile of weights leaves no holes, and neither do logits that are too large for the
-    heap and therefore mapped. If long values are mapped as well, fewer holes are left.
+    heap and therefore mapped, or into whose holes the values of forwards fit. If long values are
+    mapped as well, fewer holes are left.
     """
     most = _largest_on_heap(use.value_bytes)
     mapped = use.logits_bytes > most
@@ -105,7 +106,7 @@ def unused_bytes(heap: Heap, use: HeapUse) -> int:
     on_heap = max(0, use.alive_bytes - off_heap)
     share = heap.share + (heap.share_of_backward if use.backward else 0.0)
     largest = 0 if use.largest_logits_bytes > most else use.largest_logits_bytes
-    holes = use.hole_bytes + heap.share_of_logits * largest
+    holes = use.hole_bytes + (heap.share_of_logits * largest if use.backward else 0)
     if use.value_bytes >= LONG_VALUE_BYTES:
         share = heap.share_beside_mapped
     else:

@@ -39,7 +39,7 @@ class Heap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share_of_backward: a further share of them if the method runs backward, whose values have more
         sizes and live longer.
     share_beside_mapped: replaces both if long values are mapped outside the heap.
-    share_of_logits: a share of one chunk of logits.
+    share_of_logits: a share of one chunk of logits, if the method runs backward.
     share_of_kept: a share of the activations that are kept for the backward pass.
     share_of_wider: a share of what the widest value takes more than hidden states, into whose holes
         it does not fit, up to two of these; twice if the method runs backward.

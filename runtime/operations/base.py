@@ -285,6 +285,10 @@ class Operation(
         """Unused bytes of a heap, besides those of any operation, since its arrays vary in size."""
         return 0
 
+    def hole_beside_kept(self, call: Call) -> int:
+        """Unused bytes of a heap besides, where values are kept for its backward."""
+        return 0
+
     def packed_rows(self, values: Mapping[str, Shape], execution: Execution) -> int:
         """The rows of the factor that a BLAS packs, if there may be more of them than tokens."""
         return 0

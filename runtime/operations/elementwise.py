@@ -67,11 +67,11 @@ class Elementwise(Function, frozen=True):
 
     The vjp takes `vjp_inputs` (cotangents are `~name`) and returns the gradients of `vjp_outputs`.
     `vjp_same` says for each gradient which array it is: a cotangent, the gradient of an earlier
-    value, or "" for a new array. `tokenwise` says that every token is treated alike, so that a
-    graph for a tile of tokens serves any number of tiles. `position` says that results depend on
-    where in the sequence a token is; then decoding has a graph of its own, which takes the position
-    of the first token besides. `gated` names f if the graph computes f(g) * u of two inputs (g, u)
-    or of the halves of one, or f(g); on a CPU a kernel then computes this without the graph.
+    value, or "" for a new array. `tokenwise` says that a graph for a tile of tokens serves any
+    number of tiles. `position` says that results depend on where in the sequence a token is; then
+    decoding has a graph of its own, which takes the position of the first token besides, and graphs
+    for tiles take it too. `gated` names f if the graph computes f(g) * u of two inputs (g, u) or of
+    the halves of one, or f(g); on a CPU a kernel then computes this without the graph.
     """
 
     inputs: tuple[str, ...]
@@ -91,8 +91,8 @@ class Elementwise(Function, frozen=True):
     def graph_tokens(self, bucket: int, one_evaluation: bool = False) -> int:
         """The number of tokens that a graph takes at a sequence bucket.
 
-        If tokens are treated alike, this is one tile, which then runs several times, unless the
-        operation is one evaluation.
+        If it runs by tiles, this is one tile, which then runs several times, unless the operation
+        is one evaluation.
         """
         return token_tile_unit(bucket) if self.tokenwise and not one_evaluation else bucket
 
@@ -105,6 +105,11 @@ class Elementwise(Function, frozen=True):
         """The numbers of tokens that its graphs for a sequence bucket are traced at."""
         ways = (False, True) if device == "gpu" else (False,)
         return {self.graph_tokens(bucket, one_evaluation) for one_evaluation in ways}
+
+    @property
+    def placed(self) -> bool:
+        """Whether its graphs take the position of the first token, as their last input."""
+        return self.tokenwise and self.position
 
     @property
     def decoding_direction(self) -> str:
@@ -206,7 +211,6 @@ class Elementwise(Function, frozen=True):
         require(returned == (len(activations), activations), f"{where}: vjp: {self.vjp_outputs}")
         self._check_same(where, scope.values)
         if self.tokenwise:
-            require(not self.position, f"{where}: it treats tokens alike, and takes a position")
             for name in (*activations, *self.outputs):
                 require(
                     scope.values[name].count(T) == 1, f"{where}: {name} has not one axis of tokens"
@@ -253,12 +257,15 @@ class Elementwise(Function, frozen=True):
             ):
                 require(shapes_there == expected, f"{where}: signature {shapes_there}")
 
+        position: tuple[tuple[int, ...], ...] = ((),) if self.placed else ()
         lengths = [self.graph_lengths(bucket, tables.device) for bucket in tables.buckets]
         dtypes = {"float32", *map(dtype_of, tables.graphs)}  # of older bundles float32 only
         each = product(sorted(set[int]().union(*lengths)), sorted(dtypes))
         for tokens, dtype in each:
-            check_graph("forward", tokens, shapes(self.inputs, tokens), self.outputs, dtype)
-            check_graph("vjp", tokens, shapes(self.vjp_inputs, tokens), self.vjp_outputs, dtype)
+            given = (*shapes(self.inputs, tokens), *position)
+            check_graph("forward", tokens, given, self.outputs, dtype)
+            given = (*shapes(self.vjp_inputs, tokens), *position)
+            check_graph("vjp", tokens, given, self.vjp_outputs, dtype)
         for tokens in DECODED_TOKENS:
             inputs = shapes(self.inputs, tokens)
             check_graph(

@@ -1,7 +1,7 @@
 """The elementwise kernel: serialized graphs between matrix products, forward and vjp.
 
-A graph that treats every token alike runs a tile of tokens at a time, so that its intermediates are
-small: they stay in the processor's cache, and add hardly anything to the peak.
+A graph whose tokens do not depend on each other runs a tile of them at a time, so that its
+intermediates are small: they stay in the processor's cache, and add hardly anything to the peak.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class ElementwiseKernel:
         graph_tokens = operation.graph_tokens(execution.bucket, execution.one_evaluation)
         key = graph_key(operation.graph, direction, graph_tokens, execution.value_dtype)
         if graph_tokens == tokens:
-            results = dict(zip(made, self.tools.graphs.call(key, arguments), strict=True))
+            whole = self.tools.graphs.call(key, [*arguments, *_position(operation, 0)])
+            results = dict(zip(made, whole, strict=True))
+            del whole
             results = {name: results[name] for name in wanted}
             working_bytes = self.tools.graphs.workspace_bytes(key)
             self.tools.arrays.evaluate([*results.values()], working_bytes)
@@ -94,6 +96,7 @@ class ElementwiseKernel:
                 array if is_parameter(name) else array[_along(program, name, tile)]
                 for name, array in given.items()
             ]
+            sliced += _position(operation, start)
             results = dict(zip(made, graphs.call(key, sliced), strict=True))
             del sliced
             computed, working_bytes = [results[name] for name in own], graphs.workspace_bytes(key)
@@ -106,6 +109,11 @@ class ElementwiseKernel:
             name: wholes[array_name] if array_name in own else given[array_name]
             for name, array_name in holder.items()
         }
+
+
+def _position(operation: Elementwise, start: int) -> list[mx.array]:
+    """The position of the first token, where the operation's graphs take it."""
+    return [mx.array(start, mx.int32)] if operation.placed else []
 
 
 def _along(program: Program, name: str, tile: slice) -> tuple[slice, ...]:

@@ -36,3 +36,11 @@ class Gated(Function, frozen=True):
         """A chunk of scratch, and the gradients that are computed but not wanted."""
         made = self.activations if call.backward else self.outputs
         return SCRATCH_BYTES + (len(made) - len(call.wanted)) * call.bytes_of(self.outputs[0])
+
+    def hole_beside_kept(self, call: Call) -> int:
+        """The result's bytes, where gate and up are one value.
+
+        The gradient of that value does not fit where the result lay.
+        """
+        made, given = (call.bytes_of(names[0]) for names in (self.outputs, self.activations))
+        return made if given > made else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runtime.arrays.stored import PAGE
@@ -12,6 +13,8 @@ from runtime.plan.block_peaks import BlockPeak, PeakModel
 
 # MLX's own cache reuses buffers of nearly equal sizes only; it is given no more than this
 CACHE_PER_LIVE = 1.5
+# times as much of what is kept is unused where an operation's values leave holes besides: measured
+BESIDE_WIDE = 2
 # On a Mac's GPU: arrays that exist at once, each of which ends in the middle of a page; where an
 # operation is one evaluation they are adapters and gradients: values are counted in pages
 ARRAYS = 128
@@ -68,11 +71,16 @@ def heap_use(model: PeakModel, alive_bytes: int, index: int) -> HeapUse:
     )
 
 
-def with_kept(machine: Machine, model: PeakModel, live_bytes: int) -> int:
+def with_kept(machine: Machine, model: PeakModel, live_bytes: int, kept: Sequence[int]) -> int:
     """Bytes of additional kept activations, with what the allocator holds beyond them.
 
-    Without slices of MLPs, which leave holes of other sizes, that is one value at most.
+    Without slices of MLPs, which leave holes of other sizes, that is one value at most. `kept` are
+    the layers that keep them, see `way_of`.
     """
     share = machine.heap.share_of_kept if machine.allocator == "glibc" else 0.0
     unused = int(live_bytes * share)
-    return live_bytes + (unused if model.mapped_value else min(unused, model.largest_whole_value))
+    if not model.mapped_value:
+        return live_bytes + min(unused, model.largest_whole_value)
+    if share and (hole := model.hole_beside_kept(kept)):
+        unused = BESIDE_WIDE * unused + hole
+    return live_bytes + unused

@@ -24,7 +24,6 @@ from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, LoweredModel, way_of
 from runtime.storage.write_back import QUEUED
 
-BESIDE_FORWARD = 0.6  # hidden states; without tiles in it, the heap of MeZO was seen to have unused
 BETWEEN = 4  # arrays of a block that are of a size of their own: measured, see the log
 SLOT_BYTES = 1 << 15  # by which a layer's slot is larger than its weights, at most
 STREAMED_BYTES = 1 << 20  # of a tile that is updated although no product reads it
@@ -226,6 +225,19 @@ class PeakModel:
             peak = max(peak, backward)
         self._keeping[key] = peak + self._materialized_block(lowered)
         return self._keeping[key]
+
+    def hole_beside_kept(self, kept: Sequence[int]) -> int:
+        """The most unused bytes that an operation leaves if the last layers so keep values."""
+        ways = range(1, 1 + sum(count > 0 for count in kept))
+        return max(
+            (
+                instruction.operation.hole_beside_kept(self._plain(layer))
+                for layer in self.lowered.distinct_layers
+                for way in ways
+                for instruction in layer.keeping[way].backward
+            ),
+            default=0,
+        )
 
     def live_bytes_keeping(self, blocks: tuple[BlockPeak, ...], kept: Sequence[int]) -> int:
         """The peak bytes if so many of the last layers keep values (see `way_of`).
@@ -431,10 +443,8 @@ class PeakModel:
         """
         lanes, tokens = self.demand.lanes[-1], self.lowered.bucket
         further = self.manifest.widest - self.manifest.hidden_size
-        alone = self.execution.in_map and not self.demand.backward
         return (
             self._hole_of_ends
-            + int(BESIDE_FORWARD * alone * tokens * self.manifest.hidden_size) * F32
             + BETWEEN * tokens * further * F32
             + max(
                 operation.hole_bytes(

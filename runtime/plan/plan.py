@@ -591,7 +591,7 @@ class Planner:
         if not any(kept):
             return 0
         more = model.live_bytes_keeping(plan.blocks, kept) - plan.live_bytes
-        return with_kept(self.machine, model, more)
+        return with_kept(self.machine, model, more, kept)
 
     def _with(
         self,

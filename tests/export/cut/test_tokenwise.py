@@ -50,20 +50,20 @@ def test_gradients_are_autograds(
 
 
 @each_family
-def test_norms_and_activations_are_tiled_and_positions_are_not(tiny: Tiny, family: str) -> None:
+def test_norms_activations_and_rotations_are_tiled(tiny: Tiny, family: str) -> None:
     manifest = tiny(family, seq_lens=LENGTHS).manifest
     block_type = manifest.block_types["layer0"]
     graphs = elementwise_of(block_type)
     tiled = [one for one in graphs if one.tokenwise]
-    made = [("self_attn.q_proj.in",), ("mlp.gate_proj.in",), ("mlp.down_proj.in",)]
+    attention = next(one for one in block_type.operations if isinstance(one, Attention))
+    made = [("self_attn.q_proj.in",), attention.inputs, ("mlp.gate_proj.in",)]
+    made.append(("mlp.down_proj.in",))
     gemma = [("out",)] if family == "gemma3" else []  # elsewhere a sum, which holds nothing inside
     assert [one.outputs for one in tiled] == made + gemma
     for one in tiled:
         assert {one.graph_tokens(bucket) for bucket in LENGTHS} == {48, 64}
         assert graph_key(one.graph, "vjp", 128) not in manifest.graphs
-    attention = next(one for one in block_type.operations if isinstance(one, Attention))
-    maker = next(one for one in graphs if attention.inputs[0] in one.outputs)
-    assert not maker.tokenwise and maker.graph_tokens(128) == 128
+    assert [one.outputs for one in tiled if one.placed] == [attention.inputs]
 
 
 def place(array: mx.array) -> int:
@@ -104,11 +104,13 @@ def test_gradients_that_are_one_array_are_one(tiny: Tiny, rng: Rng, family: str)
     assert shared
 
 
-def test_tiling_makes_the_peak_smaller(tiny: Tiny) -> None:
+@pytest.mark.parametrize("placed", [False, True])
+def test_tiling_makes_the_peak_smaller(tiny: Tiny, placed: bool) -> None:
     manifest = tiny("gemma3", seq_lens=LENGTHS).manifest
     lowered = lower(manifest, 128, Sizes(1 << 12, 16), packed=False)
     model = PeakModel(manifest, lowered, demand_of("mebp"))
-    operation = next(o for o in elementwise_of(manifest.block_types["layer0"]) if o.tokenwise)
+    graphs = elementwise_of(manifest.block_types["layer0"])
+    operation = next(one for one in graphs if one.tokenwise and one.placed == placed)
     tile = manifest.graphs[graph_key(operation.graph, "vjp", 64)]
     widest = max(int(np.prod(shape)) * 4 for shape in tile.outputs)
     assert tile.workspace_bytes > widest  # what is saved, at twice the tokens, is as large again

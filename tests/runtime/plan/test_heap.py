@@ -6,18 +6,20 @@ What the values are is measured (`ondevice bench machine`); here is what the pla
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 from support.bundles import Tiny
 from support.plans import LINUX, MAC, PLENTY, peak_model_of, plan_of, predicted, task_of
+from support.random_types import random_bundle
 
 from runtime.bundle.manifest import Manifest
 from runtime.machine.glibc import unused_bytes
 from runtime.machine.machine import Heap, Machine
 from runtime.operations.execution import materialized_bytes
 from runtime.operations.values import F32
-from runtime.plan.allocator import heap_use
+from runtime.plan.allocator import heap_use, with_kept
 from runtime.plan.lower import Sizes
 from runtime.plan.plan import Plan, Task
 
@@ -86,6 +88,7 @@ def test_logits_leave_a_share_of_a_chunk_unless_they_are_mapped(
     model = peak_model_of(manifest, task, SIZES)
     logits, last = 1024 * model.execution.chunk_rows * F32, len(manifest.blocks) - 1
     assert slack(manifest, task, SIZES, share_of_logits=0.5) == logits // 2
+    assert slack(manifest, task_of(1024, "mezo"), SIZES, share_of_logits=0.5) == 0
     heap = with_heap(share_of_logits=0.5).heap
     assert unused_bytes(heap, heap_use(model, 10**6, last)) == logits // 2
     for index in (0, last):  # also while a layer runs, they have left no hole
@@ -122,6 +125,20 @@ def test_what_is_kept_has_a_share_of_its_own_and_what_is_materialized_none(tiny:
     weights = [m for block in manifest.layers for m in manifest.matrices_of(block)]
     assert bare.materialized_bytes == sum(map(materialized_bytes, weights))
     assert kept.materialized_bytes == bare.materialized_bytes
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "llama"])
+def test_gate_and_up_in_one_value_leave_a_hole_beside_what_is_kept(
+    tmp_path: Path, model_type: str
+) -> None:
+    manifest, task = random_bundle(tmp_path, model_type).manifest, task_of(64)
+    model = peak_model_of(manifest, task, SIZES)
+    machine, live = with_heap(share_of_kept=0.25), 1_000_000
+    assert with_kept(machine, model, live, (2, 0, 0)) == live + live // 4
+    width = manifest.matrices["model.layers.0.mlp.down_proj"].columns
+    of_halves = live // 4 + 64 * width * F32 if model_type == "phi3" else 0
+    assert with_kept(machine, model, live, (2, 1, 0)) == live + live // 4 + of_halves
+    assert with_kept(with_heap(), model, live, (2, 1, 0)) == live
 
 
 def test_mlx_s_own_allocator_has_no_heap(tiny: Tiny) -> None:
