@@ -266,18 +266,18 @@ def few(
     places = [row + first for row in y_rows for first in firsts]
     z = [Variable(code.zeros()) for _ in places]
     with code.when(sums, z):
-        for one, place in zip(z, places, strict=True):
-            one.now = place.load()
+        for total, place in zip(z, places, strict=True):
+            total.now = place.load()
     across = Variable(code.value(0))
     with code.loop(0, deep, change=[across, *z]) as d:
         w = [(panel + d * registers.width + first).load() for first in firsts]
         for i, row in enumerate(rows):
             x_all = row[across.now].splat()
-            for v, one in enumerate(z[i * len(w) : (i + 1) * len(w)]):
-                one.now = fma(x_all, w[v], one.now)
+            for v, total in enumerate(z[i * len(w) : (i + 1) * len(w)]):
+                total.now = fma(x_all, w[v], total.now)
         across.now = across.now + x.across
-    for one, place in zip(z, places, strict=True):
-        place.store(one.now)
+    for total, place in zip(z, places, strict=True):
+        place.store(total.now)
 
 
 def pack(code: Code, x: Rows, rows: Integer, panels: Aligned) -> None:
@@ -314,8 +314,11 @@ def _transposed(square: list[Value]) -> list[Value]:
         far = [lane + half if not lane & half else lanes + lane for lane in range(lanes)]
         for at in range(lanes):
             if not at & half:
-                one, other = square[at], square[at | half]
-                square[at], square[at | half] = one.shuffle(other, own), one.shuffle(other, far)
+                near, far_row = square[at], square[at | half]
+                square[at], square[at | half] = (
+                    near.shuffle(far_row, own),
+                    near.shuffle(far_row, far),
+                )
         half //= 2
     return square
 

@@ -166,9 +166,9 @@ def _product(
             # without biases -2**(bits-1) is in the sums of x
             bias = widened(biases[at]) if layout == "affine" else scale
             values = codes.astype("i32").astype("float") * scale.splat(size)
-            for t, (one, shift) in enumerate(zip(z, shifts, strict=True)):
+            for t, (total, shift) in enumerate(zip(z, shifts, strict=True)):
                 of_x = g * count + t
-                one.now = fma(values, (x + of_x * size).load(lanes=size), one.now)
+                total.now = fma(values, (x + of_x * size).load(lanes=size), total.now)
                 shift.now = fma(bias, sums[of_x], shift.now)
-        for t, (one, shift) in enumerate(zip(z, shifts, strict=True)):
-            y[rows * t + r] = one.now.sum(onto=shift.now)
+        for t, (total, shift) in enumerate(zip(z, shifts, strict=True)):
+            y[rows * t + r] = total.now.sum(onto=shift.now)

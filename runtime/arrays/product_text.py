@@ -185,8 +185,8 @@ def _few(
     places = [row + first for row in y_rows for first in firsts]
     for whole in code.either(full, z):
         with nullcontext() if not whole else code.when(sums, z):
-            for at, one in enumerate(z):
-                one.now = places[at].load(None if whole else loaded[at % len(firsts)])
+            for at, total in enumerate(z):
+                total.now = places[at].load(None if whole else loaded[at % len(firsts)])
     done = code.value(0)
     for steps in dict.fromkeys((registers.steps, 1)):
         stop = deep - (deep - done) % steps
@@ -195,14 +195,14 @@ def _few(
             inner = range(steps)
             w = [[(p + (u * registers.width + first)).load() for u in inner] for first in firsts]
             x_all = [[row[u].splat() for u in inner] for row in x_at]
-            for at, one in enumerate(z):
+            for at, total in enumerate(z):
                 i, v = divmod(at, len(firsts))
                 for u in inner:
-                    one.now = fma(x_all[i][u], w[v][u], one.now)
+                    total.now = fma(x_all[i][u], w[v][u], total.now)
         done = stop
     for whole in code.either(full):
-        for at, one in enumerate(z):
-            places[at].store(one.now, None if whole else masks[at % len(firsts)])
+        for at, total in enumerate(z):
+            places[at].store(total.now, None if whole else masks[at % len(firsts)])
 
 
 def _by_rows(
@@ -248,18 +248,18 @@ def _by_columns(
         with code.loop(start, stop) as g:
             at = before + g.astype("i32").splat()
             groups_at = [at.lane(lane).astype("i64") for lane in range(lanes)]
-            for one in groups_at:
-                (w.words.view("i8") + one * group_octets + DEPTH * bits // 8).prefetch()
+            for group in groups_at:
+                (w.words.view("i8") + group * group_octets + DEPTH * bits // 8).prefetch()
             scale = widened(_collected(scales, groups_at))
             shift = None
             if of.affine:
                 shift = widened(_collected(biases, groups_at)) + scale * of.middle
             words_at, column = at * (group_octets // 4), g * size - k
             with code.loop(0, group_octets // 4) as q:
-                found = w.words.view("i32").gather(words_at + q.astype("i32").splat())
+                packed = w.words.view("i32").gather(words_at + q.astype("i32").splat())
                 to = column + q * word_codes
                 for j in range(word_codes):
-                    codes = (found >> j * bits) & ((1 << bits) - 1)
+                    codes = (packed >> j * bits) & ((1 << bits) - 1)
                     values = (codes - of.middle).astype("float") * scale
                     values = values if shift is None else values + shift
                     (p + (to + j) * width).store(values)
@@ -267,7 +267,7 @@ def _by_columns(
 
 def _collected(numbers: Pointer, places: Sequence[Value]) -> Value:
     """A vector of numbers that lie apart."""
-    found = Value(numbers.code, "zeroinitializer", numbers.to, len(places))
+    gathered = Value(numbers.code, "zeroinitializer", numbers.to, len(places))
     for lane, at in enumerate(places):
-        found = found.put(lane, numbers[at])
-    return found
+        gathered = gathered.put(lane, numbers[at])
+    return gathered

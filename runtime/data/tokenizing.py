@@ -133,8 +133,8 @@ class Reader:
                     self.report.drop(NOT_EMBEDDED)
                     continue
                 yield self._counted(row, "plain text")
-        for what in sorted(self._unknown):
-            self.report.warn(f"{self.file.name}: {what}")
+        for left_out in sorted(self._unknown):
+            self.report.warn(f"{self.file.name}: {left_out}")
 
     def _packed(self) -> Iterator[Row]:
         self._how.clear()  # the file is read twice where rows are held out

@@ -17,6 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,11 +34,10 @@ def hexadecimal(value: float) -> str:
 
 
 def _operator(of_integers: str, of_floats: str = "", of: str = "") -> Callable[[Value, Any], Value]:
-    def combined(one: Value, other: Number) -> Value:
-        name = (
-            of_floats if one.of in FLOATS else of_integers.format("s" if one.of == "i32" else "u")
-        )
-        return one.made(f"{name} {one.typed}, {one.like(other).text}", of)
+    def combined(first: Value, second: Number) -> Value:
+        sign = "s" if first.of == "i32" else "u"
+        name = of_floats if first.of in FLOATS else of_integers.format(sign)
+        return first.made(f"{name} {first.typed}, {first.like(second).text}", of)
 
     return combined
 
@@ -173,11 +173,11 @@ class Pointer(Value):
 
     def load(self, mask: Value | None = None, lanes: int | None = None) -> Value:
         """A vector, of which lanes are 0 that a mask leaves out, or with no lanes a number."""
-        found = Value(self.code, "", self.to, self.code.lanes if lanes is None else lanes)
+        loaded = Value(self.code, "", self.to, self.code.lanes if lanes is None else lanes)
         if mask is None:
-            return found.made(f"load {found.type}, {self.typed}, align {self._align(found)}")
-        given = [self, self.code.value(4, "i32"), mask, found.like(0.0)]
-        return self.code.own(f"masked.load.{found.suffix}.p0", given, found.of, found.lanes)
+            return loaded.made(f"load {loaded.type}, {self.typed}, align {self._align(loaded)}")
+        given = [self, self.code.value(4, "i32"), mask, loaded.like(0.0)]
+        return self.code.own(f"masked.load.{loaded.suffix}.p0", given, loaded.of, loaded.lanes)
 
     def store(self, value: Value, mask: Value | None = None) -> None:
         """Put a number or vector here, or those of its lanes that a mask names."""
@@ -200,8 +200,8 @@ class Pointer(Value):
 
     def atomic(self, how: str, number: int) -> Value:
         """Add a number to the one here ("add"), or subtract it ("sub"); returns the former one."""
-        one = self.code.value(number, self.to)
-        return one.made(f"atomicrmw {how} {self.typed}, {one.typed} seq_cst")
+        operand = self.code.value(number, self.to)
+        return operand.made(f"atomicrmw {how} {self.typed}, {operand.typed} seq_cst")
 
     def load_atomic(self) -> Value:
         here = Value(self.code, "", self.to)
@@ -212,7 +212,7 @@ class Pointer(Value):
         self.code.line(f"store atomic {number.typed}, {to}")
 
     def prefetch(self, locality: int = 2) -> None:
-        given = [self, *(self.code.value(one, "i32") for one in (0, locality, 1))]
+        given = [self, *(self.code.value(option, "i32") for option in (0, locality, 1))]
         self.code.own("prefetch.p0", given)
 
 
@@ -272,8 +272,9 @@ class Code:
         self, function: Callable[..., None], *given: Number | tuple[Number, ...], **settings: Any
     ) -> None:
         """Call a function, which is written once for each of its settings."""
-        numbers = [one for each in given for one in (each if isinstance(each, tuple) else (each,))]
-        kinds = [PARAMETERS[kind] for _, listed in _parameters(function) for _, kind in listed]
+        listed = (each if isinstance(each, tuple) else (each,) for each in given)
+        numbers = list(chain.from_iterable(listed))
+        kinds = [PARAMETERS[kind] for _, parts in _parameters(function) for _, kind in parts]
         values = (self.value(*each).typed for each in zip(numbers, kinds, strict=True))
         self.line(f"call void @{self._called_name(function, settings)}({', '.join(values)})")
 
@@ -283,7 +284,7 @@ class Code:
         """Call one of LLVM's own functions."""
         to = Value(self, "", of, lanes)
         typed, types = (
-            ", ".join(getattr(one, part) for one in given) for part in ("typed", "type")
+            ", ".join(getattr(value, part) for value in given) for part in ("typed", "type")
         )
         self._declared[f"declare {to.type} @llvm.{name}({types})"] = None
         call = f"call {how}{to.type} @llvm.{name}({typed})"
@@ -376,8 +377,8 @@ class Code:
 
     def cases(self, number: Value, numbers: Iterable[int]) -> Iterator[int]:
         """Each of some numbers, to write the code for it; the last one's is for all others too."""
-        ways = {self.name("l"): one for one in numbers}
-        *listed, last = (f"i64 {one}, label %{label}" for label, one in ways.items())
+        ways = {self.name("l"): case for case in numbers}
+        *listed, last = (f"i64 {case}, label %{label}" for label, case in ways.items())
         self.line(f"switch {number.typed}, {last.split(', ')[1]} [{' '.join(listed)}]")
         return self._ways(ways)
 
@@ -416,28 +417,29 @@ def _parameters(function: Any) -> Iterator[tuple[Callable[[list[Value]], Any], l
 
 def fields(given: Pointer, names: Sequence[str], addresses: Iterable[str]) -> SimpleNamespace:
     """Values that lie one after the other, 8 bytes each: addresses, and integers."""
-    found = SimpleNamespace()
+    named = SimpleNamespace()
     for at, name in enumerate(names):
         is_address = name in addresses
         value = given.view("ptr" if is_address else "i64")[at]
-        setattr(found, name, value.pointer() if is_address else value)
-    return found
+        setattr(named, name, value.pointer() if is_address else value)
+    return named
 
 
-def fma(one: Value, other: Number, added: Number) -> Value:
-    """one * other + added, rounded once."""
-    given = [one, one.like(other), one.like(added)]
-    return one.code.own(f"fma.{one.suffix}", given, one.of, one.lanes)
+def fma(first: Value, second: Number, added: Number) -> Value:
+    """first * second + added, rounded once."""
+    given = [first, first.like(second), first.like(added)]
+    return first.code.own(f"fma.{first.suffix}", given, first.of, first.lanes)
 
 
-def minimum(one: Value, other: Number) -> Value:
-    name = "minnum" if one.of in FLOATS else "umin"
-    return one.code.own(f"{name}.{one.suffix}", [one, one.like(other)], one.of, one.lanes)
+def minimum(first: Value, second: Number) -> Value:
+    name = "minnum" if first.of in FLOATS else "umin"
+    given = [first, first.like(second)]
+    return first.code.own(f"{name}.{first.suffix}", given, first.of, first.lanes)
 
 
-def where(condition: Value, one: Number, other: Number) -> Value:
-    """One where a condition holds, and the other elsewhere, of which Python has at most one."""
-    like = one if isinstance(one, Value) else other
+def where(condition: Value, first: Number, second: Number) -> Value:
+    """The first where a condition holds, the second elsewhere; one of them may be of Python."""
+    like = first if isinstance(first, Value) else second
     assert isinstance(like, Value)
-    one, other = like.like(one), like.like(other)
-    return like.made(f"select {condition.typed}, {one.typed}, {other.typed}")
+    first, second = like.like(first), like.like(second)
+    return like.made(f"select {condition.typed}, {first.typed}, {second.typed}")
