@@ -228,13 +228,13 @@ class PeakModel:
 
     def hole_beside_kept(self, kept: Sequence[int]) -> int:
         """The most unused bytes that an operation leaves if the last layers so keep values."""
-        ways = range(1, 1 + sum(count > 0 for count in kept))
+        ways = slice(1, 1 + sum(count > 0 for count in kept))
         return max(
             (
                 instruction.operation.hole_beside_kept(self._plain(layer))
                 for layer in self.lowered.distinct_layers
-                for way in ways
-                for instruction in layer.keeping[way].backward
+                for keeping in layer.keeping[ways]
+                for instruction in keeping.backward
             ),
             default=0,
         )
