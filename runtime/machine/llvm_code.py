@@ -239,25 +239,25 @@ class Code:
     def text(self, function: Callable[..., None], **settings: Any) -> str:
         """The text of a function, which it defines first; settings are values of Python."""
         self._called_name(function, settings)
-        texts = list[str]()
-        while len(texts) < len(self._called):
-            texts.append(self._defined(len(texts)))
-        return "\n".join([*texts, *self._declared])
+        written = 0
+        while written < len(self._called):
+            self._define(written)
+            written += 1
+        return "\n".join([*self._lines, *self._declared])
 
-    def _defined(self, at: int) -> str:
+    def _define(self, at: int) -> None:
         (function, settings), name = list(self._called.items())[at]
-        self._lines, self._names, self._whole = [], 0, 0
+        self._names = 0
         given, leaves = list[Any](), list[Value]()
         for make, kinds in _parameters(function):
             values = [self._parameter(*each) for each in kinds]
             given.append(make(values))
             leaves += values
+        typed = ", ".join(value.typed for value in leaves)
+        self._lines.append(f"define {'internal ' * bool(at)}void @{name}({typed}) {{")
         self._begin("begin")
         function(self, *given, **dict(settings))
-        self.line("ret void")
-        typed = ", ".join(value.typed for value in leaves)
-        first = f"define {'internal ' * bool(at)}void @{name}({typed}) {{"
-        return "\n".join([first, *self._lines, "}"])
+        self._lines.append("  ret void\n}")
 
     def _parameter(self, name: str, kind: str) -> Value:
         if PARAMETERS[kind] == "ptr":
