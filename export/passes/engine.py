@@ -28,7 +28,8 @@ from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
 from runtime.operations.values import F32
 from runtime.plan.demand import Demand, lane_choices
-from runtime.plan.plan import EVALUATION_LANES, Plan, Request, choose_bucket
+from runtime.plan.plan import Plan, Request, choose_bucket
+from runtime.plan.planner import EVALUATION_LANES
 from runtime.run.budget import Wanted, machine_for, make_plan
 from runtime.run.session import Session, open_session
 from runtime.storage.row_weights import RowWeights

@@ -22,16 +22,8 @@ from runtime.operations.values import CHUNK_TOKENS
 from runtime.plan.demand import Demand, lane_choices
 from runtime.plan.limit import check_limit
 from runtime.plan.lower import lower
-from runtime.plan.plan import (
-    DECODING_LANES,
-    EVALUATION_LANES,
-    Plan,
-    Planner,
-    Request,
-    Task,
-    choose_bucket,
-    deciding_differences,
-)
+from runtime.plan.plan import Plan, Request, Task, choose_bucket, deciding_differences
+from runtime.plan.planner import DECODING_LANES, EVALUATION_LANES, Planner
 from runtime.plan.sizes import LEVELS
 
 EVALUATION = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), all_adapters=True, trains=False)

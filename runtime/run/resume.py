@@ -18,7 +18,8 @@ from runtime.data.samples import Samples
 from runtime.machine.backend import arithmetic
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine
-from runtime.plan.plan import Plan, Planner
+from runtime.plan.plan import Plan
+from runtime.plan.planner import Planner
 from runtime.run.budget import (
     make_plan,
     reason_to_replan,

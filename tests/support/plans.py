@@ -13,7 +13,8 @@ from runtime.methods.protocol import method as implementation
 from runtime.plan.block_peaks import PeakModel
 from runtime.plan.demand import Demand
 from runtime.plan.lower import Sizes
-from runtime.plan.plan import Plan, Planner, Request, Task
+from runtime.plan.plan import Plan, Request, Task
+from runtime.plan.planner import Planner
 from runtime.run.budget import EVALUATION
 
 HEAP = Heap(

@@ -19,7 +19,8 @@ from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Descent, Update, descent_of
 from runtime.methods.zeroth.hizoo import HessianDescent
 from runtime.methods.zeroth.layer_scales import ScaledDescent
-from runtime.plan.plan import Planner, Request, Task
+from runtime.plan.plan import Request, Task
+from runtime.plan.planner import Planner
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])

@@ -26,7 +26,8 @@ from runtime.methods.clipping import Clipping
 from runtime.methods.mebp import MeBP
 from runtime.methods.optimizer import GROUP_VALUES, Optimizer, groups
 from runtime.plan.demand import Demand
-from runtime.plan.plan import Planner, Request, Task
+from runtime.plan.plan import Request, Task
+from runtime.plan.planner import Planner
 from runtime.run import budget
 from runtime.storage.activations import Activations
 from runtime.storage.saves import VERSION

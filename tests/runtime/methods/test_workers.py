@@ -46,7 +46,7 @@ from runtime.objectives.objective import Objective, Scored
 from runtime.parallel.exchange import Alone, Exchange
 from runtime.parallel.workers import Workers
 from runtime.plan.demand import Demand
-from runtime.plan.plan import Planner
+from runtime.plan.planner import Planner
 from runtime.run.budget import training
 from runtime.storage.activations import Activations
 

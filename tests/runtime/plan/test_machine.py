@@ -21,7 +21,8 @@ from runtime.operations.linear import SPLIT_BYTES, SPLIT_COLUMNS, split_bytes
 from runtime.operations.values import F32
 from runtime.plan.allocator import ARRAYS
 from runtime.plan.lower import MOST_CHUNKS
-from runtime.plan.plan import Plan, Planner, Task
+from runtime.plan.plan import Plan, Task
+from runtime.plan.planner import Planner
 from runtime.plan.sizes import LEVELS, OPERATIONS, PACKED
 
 TASKS = {

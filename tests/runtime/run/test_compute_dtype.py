@@ -27,7 +27,7 @@ from support.runs import (
 from runtime.core.errors import UsageError
 from runtime.methods.zeroth import forward_only
 from runtime.plan.lower import lower
-from runtime.plan.plan import PRODUCTS_BYTES
+from runtime.plan.planner import PRODUCTS_BYTES
 from runtime.plan.sizes import LEVELS
 from runtime.run.budget import for_values
 

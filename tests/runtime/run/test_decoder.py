@@ -31,7 +31,8 @@ from runtime.methods.adapters import Adapters
 from runtime.operations.attention import CachedAttention
 from runtime.operations.values import CHUNK_TOKENS, DECODED_TOKENS
 from runtime.plan.lower import lower
-from runtime.plan.plan import DECODING_LANES, Plan, Planner, Request, Task
+from runtime.plan.plan import Plan, Request, Task
+from runtime.plan.planner import DECODING_LANES, Planner
 from runtime.plan.sizes import LEVELS
 from runtime.run.budget import decoding, plan_decoding
 from runtime.run.decoder import Decoder

@@ -24,7 +24,8 @@ from runtime.machine.footprint import Meter
 from runtime.machine.machine import Blas, Heap, Machine
 from runtime.operations.values import F32
 from runtime.plan.block_peaks import BlockPeak
-from runtime.plan.plan import FACTS, Plan, Planner, deciding_differences
+from runtime.plan.plan import FACTS, Plan, deciding_differences
+from runtime.plan.planner import Planner
 from runtime.plan.sizes import LEVELS
 from runtime.run import budget, resume, start
 from runtime.run.folder import VERSION, RunFolder, plan_bytes

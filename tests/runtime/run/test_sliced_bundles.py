@@ -29,7 +29,7 @@ from runtime.bundle.store import WEIGHTS, open_bundle, write_slices
 from runtime.core.errors import BundleError, UsageError
 from runtime.parallel.exchange import Exchange
 from runtime.parallel.workers import Workers
-from runtime.plan.plan import THREAD_BYTES, Planner
+from runtime.plan.planner import THREAD_BYTES, Planner
 from runtime.run.budget import training
 from runtime.run.team import Team
 
