@@ -1,9 +1,9 @@
 """Properties of a traced function that let a runtime run it faster or in less memory.
 
-There are two: the function may treat every token alike, so that it can run on a few tokens at a
-time; and it may be an activation, with a gate or without, for which a runtime has a kernel. Both
-are found by running the function on random values, not by reading its graph: the spelling of a norm
-or an activation in mlx-lm does not matter.
+There are two: no token's results may depend on other tokens, so that it can run on a few tokens at
+a time, from their position on; and it may be an activation, with a gate or without, for which a
+runtime has a kernel. Both are found by running the function on random values, not by reading its
+graph: the spelling of a norm or an activation in mlx-lm does not matter.
 """
 
 from __future__ import annotations

@@ -268,14 +268,14 @@ def few(
     with code.when(sums, z):
         for total, place in zip(z, places, strict=True):
             total.now = place.load()
-    across = Variable(code.value(0))
-    with code.loop(0, deep, change=[across, *z]) as d:
+    x_at = Variable(code.value(0))
+    with code.loop(0, deep, change=[x_at, *z]) as d:
         w = [(panel + d * registers.width + first).load() for first in firsts]
         for i, row in enumerate(rows):
-            x_all = row[across.now].splat()
+            x_all = row[x_at.now].splat()
             for v, total in enumerate(z[i * len(w) : (i + 1) * len(w)]):
                 total.now = fma(x_all, w[v], total.now)
-        across.now = across.now + x.across
+        x_at.now = x_at.now + x.across
     for total, place in zip(z, places, strict=True):
         place.store(total.now)
 

@@ -271,11 +271,21 @@ class Code:
     def call(
         self, function: Callable[..., None], *given: Number | tuple[Number, ...], **settings: Any
     ) -> None:
-        """Call a function, which is written once for each of its settings."""
+        """Call a function, which is written once for each of its settings.
+
+        Raises:
+            TypeError: a value is not of the type that the function takes; LLVM does not compare.
+        """
         listed = (each if isinstance(each, tuple) else (each,) for each in given)
         numbers = list(chain.from_iterable(listed))
-        kinds = [PARAMETERS[kind] for _, parts in _parameters(function) for _, kind in parts]
-        values = (self.value(*each).typed for each in zip(numbers, kinds, strict=True))
+        kinds = [kind for _, parts in _parameters(function) for _, kind in parts]
+        values = []
+        for number, kind in zip(numbers, kinds, strict=True):
+            value = self.value(number, PARAMETERS[kind])
+            aligned = kind != "Aligned" or (isinstance(value, Pointer) and value.aligned)
+            if value.type != PARAMETERS[kind] or not aligned:
+                raise TypeError(f"{function.__name__} takes {kind}, and is given {value.typed}")
+            values.append(value.typed)
         self.line(f"call void @{self._called_name(function, settings)}({', '.join(values)})")
 
     def own(
@@ -320,7 +330,7 @@ class Code:
     def loop(
         self, start: Number, stop: Number, step: int = 1, change: Iterable[Variable] = ()
     ) -> Iterator[Value]:
-        """Numbers from start on by steps, as long as they are below stop; there is a first one."""
+        """Numbers from start on by steps, while they are below stop; the first is not compared."""
         at = Variable(self.value(start))
         with self._repeated([at, *change]) as (head, end):
             yield at.now

@@ -27,7 +27,7 @@ def bytes_at(shape: Shape, tokens: int, item_bytes: int = F32) -> int:
 
 
 def token_tile_unit(bucket: int) -> int:
-    """The number of tokens in the smallest tile, for operations that treat every token alike.
+    """The number of tokens in the smallest tile, for operations that run by tiles of tokens.
 
     It is the largest divisor of the sequence bucket that is at most `MOST_TILE_TOKENS`, or the
     bucket itself if that divisor is below `LEAST_TILE_TOKENS`.

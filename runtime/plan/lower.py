@@ -79,10 +79,11 @@ class LoweredBlock:
     `forward` computes the output. `backward` computes the gradient of the input (except in the
     first layer with an adapter, where nothing reads it) from the input and the gradient of the
     output, and recomputes what else it reads. Layers before that one have no backward.
-    `keeping` has the ways to recompute less. Each keeps all that the one before it keeps. The first
-    keeps a few values, which a file holds, and the second all values outside of an MLP that is
-    sliced. The third takes that MLP whole, and keeps its products; the fourth keeps its activation
-    as well. Where no MLP is sliced, there are the first two.
+    `keeping` has the ways to recompute less. The first keeps a few values, which a file holds, and
+    the second all values outside of an MLP that is sliced. The third takes that MLP whole, and
+    keeps its products; the fourth keeps its activation as well. Each keeps all that those before it
+    keep, but the third recomputes what cheap operations make of products alone, as of a router's.
+    Where no MLP is sliced, there are the first two.
     `head` is the operation that passes over the vocabulary, in the last block.
     A block that decodes has a forward only. `alike` is the index of the first block that runs the
     same instructions over matrices of the same sizes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,16 @@ import pytest
 from support.bundles import Rng
 from support.compiled import require_compiled
 
-from runtime.machine.llvm_code import Code, Integer, Pointer, Variable, fma, minimum, where
+from runtime.machine.llvm_code import (
+    Aligned,
+    Code,
+    Integer,
+    Pointer,
+    Variable,
+    fma,
+    minimum,
+    where,
+)
 from runtime.machine.machine_code import function
 
 LANES = 8
@@ -93,3 +103,21 @@ def test_masks_leave_the_rest_as_it_is(rng: Rng, count: int) -> None:
     expected = np.where(x > 0, 2 * x + 1, 0)[:count]
     assert (y[:count] == expected).all() and (y[count:] == 5).all()
     assert total[0] == expected.sum()
+
+
+def first(code: Code, at: Aligned, count: Integer) -> None:
+    at.view("i64")[0] = count
+
+
+def wrong_number(code: Code, at: Aligned, x: Pointer) -> None:
+    code.call(first, at, x[0])
+
+
+def wrong_place(code: Code, at: Pointer, count: Integer) -> None:
+    code.call(first, at, count)
+
+
+@pytest.mark.parametrize("wrong", [wrong_number, wrong_place])
+def test_a_call_with_another_type_is_refused(wrong: Callable[..., None]) -> None:
+    with pytest.raises(TypeError, match="first takes"):
+        Code(LANES).text(wrong)
