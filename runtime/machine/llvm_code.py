@@ -180,7 +180,13 @@ class Pointer(Value):
         return self.code.own(f"masked.load.{loaded.suffix}.p0", given, loaded.of, loaded.lanes)
 
     def store(self, value: Value, mask: Value | None = None) -> None:
-        """Put a number or vector here, or those of its lanes that a mask names."""
+        """Put a number or vector here, or those of its lanes that a mask names.
+
+        Raises:
+            TypeError: numbers of another type lie here, which may be shorter.
+        """
+        if value.of != self.to:
+            raise TypeError(f"a value of {value.of} is stored where {self.to} lies")
         if mask is None:
             self.code.line(f"store {value.typed}, {self.typed}, align {self._align(value)}")
         else:
@@ -414,7 +420,10 @@ class Code:
 
 
 def _parameters(function: Any) -> Iterator[tuple[Callable[[list[Value]], Any], list[Any]]]:
-    """Each that a function takes besides the code: what makes it, of which names and types."""
+    """Each that a function takes besides the code: what makes it, of which names and types.
+
+    Types are read by their names: the function's module imports annotations from `__future__`.
+    """
     for name in function.__code__.co_varnames[1 : function.__code__.co_argcount]:
         kind = function.__annotations__[name]
         if kind in PARAMETERS:

@@ -117,7 +117,11 @@ def wrong_place(code: Code, at: Pointer, count: Integer) -> None:
     code.call(first, at, count)
 
 
-@pytest.mark.parametrize("wrong", [wrong_number, wrong_place])
-def test_a_call_with_another_type_is_refused(wrong: Callable[..., None]) -> None:
-    with pytest.raises(TypeError, match="first takes"):
+def too_long(code: Code, at: Pointer, count: Integer) -> None:
+    at[0] = count
+
+
+@pytest.mark.parametrize("wrong", [wrong_number, wrong_place, too_long])
+def test_values_of_another_type_are_refused(wrong: Callable[..., None]) -> None:
+    with pytest.raises(TypeError, match=r"first takes|stored where float lies"):
         Code(LANES).text(wrong)
