@@ -62,6 +62,12 @@ class TextEncoder:
         names = {token: self.name_of(token) for token in there}
         return [name for token, name in names.items() if self.encode(name) == [token]]
 
+    def unknown_in(self, text: str) -> list[str]:
+        """The characters of a text that `is_unknown`, but for those of special tokens."""
+        if not any(map(self.is_unknown, set(text))):
+            return []
+        return sorted(filter(self.is_unknown, set(self.special_text.sub("", text))))
+
 
 def load_encoder(bundle_dir: Path) -> TextEncoder:
     """The tokenizer of a bundle. Raises DataError if it has none or it cannot be read."""
