@@ -135,10 +135,11 @@ def _unreadable_templates(files: dict[str, bytes]) -> list[str]:
             try:
                 environment.parse(templates[name])
             except TemplateSyntaxError as problem:
+                reason = str(problem.message).rstrip(".")
                 warnings.append(
                     f"line {problem.lineno} of the chat template {name!r} cannot be read, nor any "
-                    f"conversation with this bundle: {problem.message}; correct it in the "
-                    "checkpoint, and export again"
+                    f"conversation with this bundle: {reason}; correct it in the checkpoint, and "
+                    "export again"
                 )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         return [f"the chat template cannot be read, nor any conversation: {problem!r:.200}"]

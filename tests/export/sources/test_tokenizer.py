@@ -135,7 +135,7 @@ NAMED = {"eos_token": "<eos>"}
         ({**NAMED, "chat_template": "{% generation %}{% break %}{% endgeneration %}"}, VOCAB, []),
         (
             {**NAMED, "chat_template": "a\n{% if a %}\n{{ b"}, VOCAB,
-            ["line 3 of the chat template 'default' cannot be read", "correct it"],
+            ["line 3 of the chat template 'default' cannot be read", "statement'; correct it"],
         ),
         (
             {**NAMED, "chat_template": [{"name": "tool_use", "template": "{% endif %}"}]}, VOCAB,
