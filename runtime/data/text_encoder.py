@@ -142,8 +142,11 @@ def _unknown_token(tokenizer: Tokenizer, ids: Mapping[str, int | None]) -> int |
 
 
 def _is_unknown(tokenizer: Tokenizer, unknown: int | None, character: str) -> bool:
+    if character.isspace():
+        return False
     tokens = tokenizer.encode(character, add_special_tokens=False).ids
-    return not character.isspace() and (not tokens or unknown in tokens)
+    # a space that the tokenizer puts before text may be all that there is
+    return unknown in tokens or not tokenizer.decode(tokens, skip_special_tokens=False).strip()
 
 
 def _encode_places(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
