@@ -36,9 +36,14 @@ from runtime.bundle.trusted import trust_graphs
 from runtime.core.errors import StorageError
 from runtime.core.notes import Note, Progress, no_progress, silent, warning
 from runtime.core.version import __version__
+from runtime.data.tokenizer_files import VOCABULARY
 from runtime.storage.row_weights import float_tables
 
 MakeEngine = Callable[[Path], ExportEngine]
+NO_TOKENIZER = (
+    "the checkpoint has no tokenizer: data of text, generate and chat need one (random:SEED is "
+    "data that needs none); put the model's tokenizer.json beside its weights and export again"
+)
 
 
 def export_bundle(
@@ -73,6 +78,8 @@ def export_bundle(
             note(warning(text))
         if odd:
             checkpoint.provenance[WARNINGS] = odd
+        if VOCABULARY not in tokenizer and checkpoint.provenance["kind"] != "random":
+            note(NO_TOKENIZER)
         with BundleWriter(Path(config.output), config.force) as writer:
             return _export(config, checkpoint, tokenizer, writer, progress, make_engine)
     finally:

@@ -13,20 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError
 from runtime.data.tokenizer_files import (
     CONFIG,
+    DEFAULT,
     GENERATION,
     SMALL_FILES,
     TEMPLATE_SUFFIX,
     TEMPLATES,
     VOCABULARY,
+    WITH_TOOLS,
     MoreToken,
     added_in,
     numbered,
     special_of,
+    templates_of,
     tokenizer_files,
 )
 
@@ -114,7 +120,40 @@ def tokenizer_warnings(files: dict[str, bytes], embedded: int) -> list[str]:
             "the model does not learn to end there; name it in tokenizer_config.json, and export "
             "again"
         )
+    return warnings + _unreadable_templates(files)
+
+
+def _unreadable_templates(files: dict[str, bytes]) -> list[str]:
+    """A warning of each chat template that is no program of Jinja as transformers reads it."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+    warnings = []
+    try:
+        templates = templates_of(files)
+        for name in [name for name in (DEFAULT, WITH_TOOLS) if name in templates]:
+            if not isinstance(templates[name], str):
+                raise TypeError(f"{name!r} is no text")
+            try:
+                environment.parse(templates[name])
+            except TemplateSyntaxError as problem:
+                reason = str(problem.message).rstrip(".")
+                warnings.append(
+                    f"line {problem.lineno} of the chat template {name!r} cannot be read, nor any "
+                    f"conversation with this bundle: {reason}; correct it in the checkpoint, and "
+                    "export again"
+                )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        return [f"the chat template cannot be read, nor any conversation: {problem!r:.200}"]
     return warnings
+
+
+class _Generation(Extension):
+    """The tags with which templates for transformers mark answers."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Extension declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _end_token(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:

@@ -6,7 +6,7 @@ A process of its own writes them, so no process that holds a model runs the temp
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,17 +29,22 @@ _NO_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens to continue; `ends` are the tokens that end it, and `ending` the text that does."""
+    """Tokens to continue; `ends` are the tokens that end it, and `ending` the text that does.
+
+    unknown: the characters of its text for which the tokenizer has no token.
+    """
 
     tokens: list[int]
     ends: frozenset[int]
     ending: str = ""
+    unknown: list[str] = field(default_factory=list)
 
 
 def text_prompt(encoder: TextEncoder, text: str) -> Prompt:
     """A prompt of text, with the tokenizer's BOS before it."""
     head = [] if encoder.bos is None else [encoder.bos]
-    return Prompt(head + encoder.encode(text), encoder.end_tokens)
+    unknown = encoder.unknown_in(text)
+    return Prompt(head + encoder.encode(text), encoder.end_tokens, unknown=unknown)
 
 
 def chat_prompt(encoder: TextEncoder, messages: object) -> Prompt:
@@ -53,14 +58,15 @@ def chat_prompt(encoder: TextEncoder, messages: object) -> Prompt:
         raise DataError(_NO_TEMPLATE)
     template = encoder.chat()
     try:
-        tokens = encoder.encode(template.prompt(messages))
+        text = template.prompt(messages)
+        tokens, unknown = encoder.encode(text), encoder.unknown_in(text)
         ending = template.ending
     except ValueError as error:
         raise UsageError(str(error)) from error
     first = encoder.encode(ending)[:1]
     if encoder.special.issuperset(first):  # which an answer never holds itself
-        return Prompt(tokens, encoder.end_tokens.union(first))
-    return Prompt(tokens, encoder.end_tokens, ending)
+        return Prompt(tokens, encoder.end_tokens.union(first), unknown=unknown)
+    return Prompt(tokens, encoder.end_tokens, ending, unknown)
 
 
 def require_template(bundle_dir: Path) -> None:

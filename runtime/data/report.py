@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 SHOWN = 5  # warnings that are kept in full
-MOST_LOST = 50  # different fields that are counted each for itself
+MOST_LOST = 50  # different parts of rows that are counted each for itself
+FURTHER = "further parts that are not learnt"
 STEP = 16  # tokens between lengths that are recommended
 BAR = 24  # characters of the longest bar
 
@@ -50,11 +51,15 @@ class DataReport(msgspec.Struct, kw_only=True):
         if len(self.warnings) < SHOWN:
             self.warnings.append(text)
 
-    def lose(self, part: str) -> None:
-        """Count a row of which something is not learnt."""
-        if part not in self.lost and len(self.lost) >= MOST_LOST:
-            part = "further fields, which are not read"
-        self.lost[part] = self.lost.get(part, 0) + 1
+    def lose(self, *parts: str) -> None:
+        """Count a row of which parts are not learnt, once for each, and once for all too many."""
+        counted = set()
+        for part in parts:
+            is_named = part in self.lost or len(self.lost) < MOST_LOST
+            name = part if is_named else FURTHER
+            if name not in counted:
+                self.lost[name] = self.lost.get(name, 0) + 1
+            counted.add(name)
 
     def measure(self, length: int) -> None:
         """Count a row of so many tokens to predict."""

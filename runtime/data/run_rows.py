@@ -155,9 +155,10 @@ def _sources(config: TrainConfig, folder: Path) -> list[TokenSource]:
     eval_data = config.eval_data or (config.data if _has_valid(config.data, folder) else None)
     if config.valid_split is not None:
         if is_random or eval_data is not None:
+            held_out = f"is validated by {config.eval_data}" if config.eval_data else "has some"
             raise UsageError(
-                f"--valid-split holds out a part of data without validation rows; {config.data} is "
-                f"{'random' if is_random else f'validated by {eval_data}'}: leave it out"
+                f"--valid-split holds out a part of data without validation rows; {config.data} "
+                f"{'is random' if is_random else held_out}: leave it out"
             )
         return [first, TokenSource(valid, config.data, "train", reading, "valid")]
     return (

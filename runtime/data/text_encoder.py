@@ -62,6 +62,12 @@ class TextEncoder:
         names = {token: self.name_of(token) for token in there}
         return [name for token, name in names.items() if self.encode(name) == [token]]
 
+    def unknown_in(self, text: str) -> list[str]:
+        """The characters of a text that `is_unknown`, but for those of special tokens."""
+        if not any(map(self.is_unknown, set(text))):
+            return []
+        return sorted(filter(self.is_unknown, set(self.special_text.sub("", text))))
+
 
 def load_encoder(bundle_dir: Path) -> TextEncoder:
     """The tokenizer of a bundle. Raises DataError if it has none or it cannot be read."""
@@ -136,8 +142,11 @@ def _unknown_token(tokenizer: Tokenizer, ids: Mapping[str, int | None]) -> int |
 
 
 def _is_unknown(tokenizer: Tokenizer, unknown: int | None, character: str) -> bool:
+    if character.isspace():
+        return False
     tokens = tokenizer.encode(character, add_special_tokens=False).ids
-    return not character.isspace() and (not tokens or unknown in tokens)
+    # a space that the tokenizer puts before text may be all that there is
+    return unknown in tokens or not tokenizer.decode(tokens, skip_special_tokens=False).strip()
 
 
 def _encode_places(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:

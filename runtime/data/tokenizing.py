@@ -172,8 +172,7 @@ class Reader:
                 self.report.skipped += 1
                 self._warn(place, f"skipped: {error}")
                 continue
-            for part in dict.fromkeys((*recognised.lost, *whole.lost)):
-                self.report.lose(part)
+            self.report.lose(*recognised.lost, *whole.lost)
             for warning in whole.warnings:
                 self._warn(place, warning)
             row = whole.shortened(self.max_seq_length)
@@ -193,11 +192,13 @@ class Reader:
         if self.embedded is None:
             return True
         beyond = sorted({token for token in row.tokens if token >= self.embedded})
-        for token in beyond:
-            self.report.lose(
+        self.report.lose(
+            *(
                 f"the token {self.encoder.name_of(token)!r:.40} (number {token}), and the model "
                 f"embeds {self.embedded}: {RESIZE}"
+                for token in beyond
             )
+        )
         return not beyond
 
     def _bound(self, rows: Callable[[], Iterable[object]]) -> int:

@@ -61,8 +61,7 @@ def unknown(text: str, encoder: TextEncoder) -> list[str]:
     """The characters for which the tokenizer has no token: the model never sees them."""
     return [
         f"the character {character!r}, for which the tokenizer has no token"
-        for character in sorted(set(text))
-        if encoder.is_unknown(character)
+        for character in encoder.unknown_in(text)
     ]
 
 

@@ -28,6 +28,7 @@ from runtime.run.results import Generation
 from runtime.run.sampling import Sampling
 from runtime.run.session import open_checked, open_session
 
+SHOWN_UNKNOWN = 5  # characters in a warning
 SHOWN_BEFORE = 16  # tokens of a prompt with which its continuation is turned into text
 
 
@@ -169,6 +170,7 @@ class Prompts:
         self.bundle, self._note = bundle, note
         self._encoder: Decodes | None = None
         self._folder = tempfile.TemporaryDirectory()
+        self._unknown: set[str] = set()  # characters that were warned of
 
     def __enter__(self) -> Prompts:
         return self
@@ -196,6 +198,7 @@ class Prompts:
             raise UsageError(f"the prompt {last!r:.80} is not valid UTF-8") from None
         table = Path(self._folder.name) / "pieces" if self._encoder is None else None
         prompt = confined_prompt(self.bundle.path, said, table)
+        self._warn_of([each for each in prompt.unknown if each not in self._unknown])
         if not prompt.tokens:
             raise UsageError("the prompt has no tokens")
         if max(prompt.tokens) >= self.bundle.manifest.vocab_size:
@@ -208,6 +211,15 @@ class Prompts:
         if table is not None:
             self._encoder = self._read(table)
         return prompt
+
+    def _warn_of(self, unknown: list[str]) -> None:
+        """Warn of characters of a prompt, once of each."""
+        self._unknown.update(unknown)
+        if unknown:
+            shown = ", ".join(map(repr, unknown[:SHOWN_UNKNOWN]))
+            more = len(unknown) - SHOWN_UNKNOWN
+            others = f" and {more} more" if more > 0 else ""
+            self._note(warning(f"the tokenizer has no token for {shown}{others} in the prompt"))
 
     def _read(self, table: Path) -> Decodes:
         if table.exists():

@@ -132,6 +132,16 @@ NAMED = {"eos_token": "<eos>"}
         ),
         ({}, VOCAB, ["names no eos_token"]),
         ({"added_tokens_decoder": 3}, VOCAB, ["cannot be read, nor any text"]),
+        ({**NAMED, "chat_template": "{% generation %}{% break %}{% endgeneration %}"}, VOCAB, []),
+        (
+            {**NAMED, "chat_template": "a\n{% if a %}\n{{ b"}, VOCAB,
+            ["line 3 of the chat template 'default' cannot be read", "statement'; correct it"],
+        ),
+        (
+            {**NAMED, "chat_template": [{"name": "tool_use", "template": "{% endif %}"}]}, VOCAB,
+            ["line 1 of the chat template 'tool_use'", "unknown tag 'endif'"],
+        ),
+        ({**NAMED, "chat_template": {"default": 3}}, VOCAB, ["the chat template cannot be read"]),
     ],
 )  # fmt: skip
 def test_what_is_odd_is_a_warning(

@@ -11,8 +11,10 @@ from support.token_rows import make_bundle, make_tokenizer, tokenize
 
 from runtime.core.errors import DataError
 from runtime.data.fields import NEUTRAL, RECORD, VERDICTS
+from runtime.data.report import FURTHER, MOST_LOST
 from runtime.data.rows import TokenRows
 from runtime.data.source import READ_ALL, Reading
+from runtime.data.text_encoder import load_encoder
 
 CHAT = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
@@ -89,6 +91,19 @@ def test_an_answer_that_is_switched_off_is_context(bundle: Path, switch: dict[st
     assert scored(read(bundle, {"conversations": turns})) == ["yes<eos>"]
     everything = read(bundle, chat({"content": "no", **switch}, {}), reading=Reading(loss_on="all"))
     assert "no<eos>" not in scored(everything)[0]
+
+
+def test_a_row_of_many_parts_that_are_not_learnt_is_one_row(bundle: Path) -> None:
+    many = {f"field{number}": 1 for number in range(MOST_LOST + 9)}
+    rows = read(bundle, chat({}) | many, chat({}) | many)
+    assert len(rows.report.lost) == MOST_LOST + 1 and {*rows.report.lost.values()} == {2}
+    assert rows.report.warning_lines()[MOST_LOST] == f"2 rows with {FURTHER}"
+
+
+def test_special_tokens_are_no_characters_without_tokens(tmp_path: Path) -> None:
+    end = "<\uff5cend\uff5c>"
+    unknown_in = load_encoder(make_bundle(tmp_path / "bundle", {"eos_token": end})).unknown_in
+    assert (unknown_in(f"a{end}"), unknown_in(f"a\uff5c{end}")) == ([], ["\uff5c"])
 
 
 def test_other_weights_are_refused(bundle: Path) -> None:

@@ -21,7 +21,7 @@ from support.token_rows import (
     make_tokenizer,
     tokenize,
 )
-from tokenizers import Tokenizer, models, normalizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from runtime.core.errors import DataError, StorageError
 from runtime.data import tokenizing as tokenize_file
@@ -151,6 +151,11 @@ def test_characters_without_tokens_are_named(tmp_path: Path) -> None:
     Tokenizer(words).save(str(bundle / "tokenizer" / "tokenizer.json"))
     is_unknown = load_encoder(bundle).is_unknown
     assert (is_unknown("x"), is_unknown("the"), is_unknown(" ")) == (True, False, False)
+    spaced = Tokenizer(models.BPE({"\u2581": 0, "a": 1, "\u2581a": 2}, [("\u2581", "a")]))
+    spaced.pre_tokenizer, spaced.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    spaced.save(str(bundle / "tokenizer" / "tokenizer.json"))
+    encoder = load_encoder(bundle)
+    assert encoder.encode("a\u65e5") == [2] and encoder.unknown_in("a \u65e5") == ["\u65e5"]
 
 
 def test_without_a_bos_rows_overlap_by_one_token(tmp_path: Path) -> None:

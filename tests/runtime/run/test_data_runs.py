@@ -186,6 +186,15 @@ def test_options_that_make_no_sense_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_with_validation_rows_is_not_split(bundle: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("train", "val", "test"):
+        write(tmp_path / "data" / f"{name}.jsonl", [{"text": "abc"}])
+    complaint = "data has some: leave it out"
+    run = tmp_path / "run"
+    refuses(2, complaint, *train(bundle, tmp_path / "data", run, "--valid-split=5%"))
+
+
 def test_data_are_shown_without_training(bundle: Bundle, tmp_path: Path) -> None:
     long = [{"role": "user", "content": "x" * 50}, TURNS[1]]
     rows = [{"messages": TURNS}, {"messages": TURNS[:3]}, {"messages": long}]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mmap
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from support.bundles import Tiny
@@ -91,8 +91,8 @@ def test_a_disk_that_is_too_small_is_refused_before_with_each_file(
     start.train(config, Events())
     folder = RunFolder(run)
     files = disk.files_to_write(config, tiny("gemma3").manifest, folder.plan(), folder)
-    free = SimpleNamespace(free=sum(files.values()) - 1)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    space = (10**12, 0, sum(files.values()) - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: space)
     told = r"the run will write .* are free: activations .*, adapters .*, optimizer .*, gradients"
     with pytest.raises(StorageError, match=told):
         resume.resume(run, Events(), {"steps": 3})
@@ -100,6 +100,25 @@ def test_a_disk_that_is_too_small_is_refused_before_with_each_file(
     with pytest.raises(StorageError, match=told + ".*, saves .*, the adapter .*; make room"):
         start.train(config_of(tiny, other, method="mebp", max_grad_norm=1.0), Events())
     assert not other.exists()
+    space = (0, 0, 0)  # a file system that does not state its size
+    assert resume.resume(run, Events(), {"steps": 3}).steps == 3
+
+
+def test_saves_that_are_never_made_take_no_space(tiny: Tiny, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = config_of(tiny, run, method="mezo")
+    start.train(config, Events())
+    folder, manifest = RunFolder(run), tiny("gemma3").manifest
+
+    def saves(done: int, **options: object) -> int:
+        asked = replace(config, **options)  # type: ignore[arg-type]
+        files = disk.files_to_write(asked, manifest, folder.plan(), folder, done)
+        return files["saves"] // files["adapters"]
+
+    assert saves(0) == 1  # two of at most three are there
+    assert saves(0, keep=1000, save_every=0) == saves(2, keep=1000) == 2
+    assert saves(0, keep=1000, steps=100, save_every=10) == 12
+    assert saves(0, keep=1000, steps=100, save_every=10, keep_best=True, eval_every=50) == 14
 
 
 def test_a_full_disk_says_how_much_a_file_needs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from runtime.core.errors import DataError, UsageError
 from runtime.data.chat import ChatTemplate
 from runtime.data.text_encoder import load_encoder
 from runtime.run.chat import Chat
+from runtime.run.generate import generate
 
 TEMPLATE = "Q: {{ messages[0].content }}\n{% if add_generation_prompt %}\nA: {% endif %}"
 
@@ -153,6 +155,21 @@ def test_tokens_are_drawn_by_the_seed(bundle: Bundle) -> None:
         generating(bundle, "the", top_p=0.5)
 
 
+def test_characters_without_tokens_are_said_once(bundle: Bundle) -> None:
+    said: list[str] = []
+    config = ondevice.GenerateConfig(bundle=str(bundle.path), prompt="a Ж日<eos>", max_tokens=1)
+    deque(generate(config, said.append), maxlen=0)
+    told = "ondevice: warning: the tokenizer has no token for {} in the prompt"
+    assert said[-1:] == [told.format("'Ж', '日'")]
+    said.clear()
+    with Chat(ChatConfig(bundle=str(bundle.path), max_tokens=1), said.append) as chat:
+        deque(chat.say("日本語です、か"), maxlen=0)
+        chat.reset()
+        deque(chat.say("日Ж"), maxlen=0)
+    warned = [text for text in said if "no token" in text]
+    assert warned == [told.format("'、', 'か', 'す', 'で', '日' and 2 more"), told.format("'Ж'")]
+
+
 def test_an_error_of_the_caller_ends_the_measurement(bundle: Bundle) -> None:
     def fail(piece: str) -> None:
         raise RuntimeError(piece)
@@ -183,7 +200,12 @@ def test_a_budget_that_does_not_fit_is_refused(
 
 def test_without_a_tokenizer_or_template_it_says_so(bundle: Bundle, tmp_path: Path) -> None:
     config, arrays = weights_of("tiny-qwen2")
-    bare = export_bundle(settings(write_folder(tmp_path / "m", config, arrays), tmp_path / "b"))
+    folder, said = write_folder(tmp_path / "m", config, arrays), list[str]()
+    bare = export_bundle(settings(folder, tmp_path / "b"), note=said.append)
+    assert [text for text in said if "no tokenizer: data of text, generate and chat need" in text]
+    said.clear()
+    export_bundle(settings("random:tiny-qwen2", tmp_path / "random"), note=said.append)
+    assert not said
     with pytest.raises(DataError, match="has no tokenizer"):
         list(pieces(bare, "a", None, 1))
     write_tokenizer(tmp_path / "m", {})
