@@ -79,7 +79,7 @@ WRONG_FILES: dict[str, tuple[int, str, list[str], Make]] = {
         4, "nested more than", ["eval", *ROW, "--adapter"],
         lambda d: written(d / "adapter_config.json", DEEP).parent,
     ),
-    "a pipe of data": (4, "no data at", ["train", "--output", "{}.run", "--data"], piped),
+    "a pipe of data": (4, "but a pipe or a", ["train", "--output", "{}.run", "--data"], piped),
 }  # fmt: skip
 
 
