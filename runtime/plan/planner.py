@@ -413,8 +413,8 @@ class Planner:
     def _steps(self, task: Task, sizes: Sizes, lanes: int) -> list[tuple[int, ...]]:
         """How many of the last layers keep how much (see `way_of`), from none to all.
 
-        Each step is of one layer, and keeps all that the steps before it keep. Those come first
-        that save the most seconds for a byte.
+        Each step changes one layer to a later way. Those come first that save the most seconds for
+        a byte. A later way may take less memory, because it recomputes what an earlier one keeps.
         """
         key = (task, sizes, lanes)
         if key not in self._known_steps:
