@@ -24,6 +24,7 @@ from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, LoweredModel, way_of
 from runtime.storage.write_back import QUEUED
 
+BESIDE_FORWARD = 0.5  # hidden states; without tiles in it, the heap of MeZO was seen to have unused
 BETWEEN = 4  # arrays of a block that are of a size of their own: measured, see the log
 SLOT_BYTES = 1 << 15  # by which a layer's slot is larger than its weights, at most
 STREAMED_BYTES = 1 << 20  # of a tile that is updated although no product reads it
@@ -443,8 +444,10 @@ class PeakModel:
         """
         lanes, tokens = self.demand.lanes[-1], self.lowered.bucket
         further = self.manifest.widest - self.manifest.hidden_size
+        alone = self.execution.in_map and not self.demand.backward
         return (
             self._hole_of_ends
+            + int(BESIDE_FORWARD * alone * tokens * self.manifest.hidden_size) * F32
             + BETWEEN * tokens * further * F32
             + max(
                 operation.hole_bytes(
