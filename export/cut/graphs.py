@@ -111,8 +111,8 @@ def cut_graph(
     constants = tuple(key for key in read if is_parameter(key))
     inputs = primals + constants
     forward, decode = _forward(stage, inputs), _forward(stage, inputs, placed=True)
-    of = (primals, constants, tuple(map(gradient_of, targets)), shapes)
-    pullback = _Pullback(forward, *of)
+    keys = (primals, constants, tuple(map(gradient_of, targets)))
+    pullback = _Pullback(forward, *keys, shapes)
     vjp_inputs = pullback.inputs_read(tokens)
     vjp = pullback.function(vjp_inputs)
 
@@ -126,7 +126,7 @@ def cut_graph(
     placed = {
         "forward": TracedFunction(decode, input_shapes, positioned=True),
         "vjp": TracedFunction(
-            _Pullback(decode, *of).function(vjp_inputs),
+            _Pullback(decode, *keys, shapes).function(vjp_inputs, placed=True),
             vjp_shapes,
             differentiated=True,
             positioned=True,
@@ -218,15 +218,15 @@ class _Pullback:
         read = _inputs_read(function, self.inputs, self.shapes, tokens, differentiated=True)
         return tuple(key for key in self.inputs if key in read or key == self.cotangents[0])
 
-    def function(self, keys: Sequence[str]) -> Function:
+    def function(self, keys: Sequence[str], placed: bool = False) -> Function:
         """The gradients as a function of `keys`; other inputs do not matter and are zeros.
 
-        A further array is given to the forward as its last input.
+        `placed`: and of the position of the first token, the last input of the forward.
         """
 
         def pulled(*arrays: mx.array) -> list[mx.array]:
-            given = dict(zip(keys, arrays, strict=False))
-            position = arrays[len(keys) :]
+            values, position = (arrays[:-1], arrays[-1:]) if placed else (arrays, ())
+            given = dict(zip(keys, values, strict=True))
             cotangent = next(key for key in given if _is_cotangent(key))
             tokens = given[cotangent].shape[token_axis(self.shapes[cotangent])]
             for key in self.inputs:
