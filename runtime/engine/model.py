@@ -418,8 +418,9 @@ class Model:
         program = lowered.program
         whole = mx.zeros((1, self.bucket, dh.shape[-1]), self.tools.dtype)
         whole[0, _indices(scored)] = dh
+        mx.eval(whole)  # so that dh can go
         values: Values = {program.input: x, gradient_of(program.output): whole}
-        del x, whole
+        del x, dh, whole
         schedule, gradients = lowered.backward, Gradients()
         self.executor.reverse(block, program, schedule, self.bucket, values, {}, gradients)
         dx = values[gradient_of(program.input)]

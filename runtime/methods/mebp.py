@@ -212,22 +212,35 @@ class Backprop:
                 model, samples, hs, gradient=goes_on, predictions=predicts, loras=of_rows
             )
             hs.clear()
-            slopes: list[float | mx.array] = []
-            for group in grouped(scored, self.loss.together):
-                entropy = sum(sample.cross_entropy for sample in group)
-                count = sum(len(sample.sample.targets) for sample in group)
-                result += StepLoss(entropy, 0, count, self.loss.value(group))
-                slopes += [slope * (1.0 / divisor) for slope in self.loss.slopes(group)]
+            loss, slopes = self._slopes(scored, divisor)
+            result += loss
             if loras:
                 self._head_adapter(scored, slopes, loras, gradients)
+            dhs = [sample.gradient for sample in scored] if goes_on else []
+            scored.clear()  # hidden states, before the block's backward takes memory
             for row in numbers if goes_on else ():
-                x, dh = self.activations.get(head, row), scored.pop(0).gradient * slopes.pop(0)
-                self.activations.put(head, row, model.head_backward(x, dh, rows[row].scored))
-                del x, dh
+                dx = model.head_backward(
+                    self.activations.get(head, row), dhs.pop(0) * slopes.pop(0), rows[row].scored
+                )
+                self.activations.put(head, row, dx)
+                del dx
         if self.adapters.manifest.owner(model.blocks[-1]) != model.blocks[-1]:
             for name, (da, db) in gradients.items():
                 gradients[name] = db.T, da.T
         return result
+
+    def _slopes(
+        self, scored: Sequence[Scored], divisor: int
+    ) -> tuple[StepLoss, list[float | mx.array]]:
+        """The loss of scored rows, and its slope in the cross entropy of each."""
+        result = StepLoss(0.0, 0, 0)
+        slopes: list[float | mx.array] = []
+        for group in grouped(scored, self.loss.together):
+            entropy = sum(sample.cross_entropy for sample in group)
+            count = sum(len(sample.sample.targets) for sample in group)
+            result += StepLoss(entropy, 0, count, self.loss.value(group))
+            slopes += [slope * (1.0 / divisor) for slope in self.loss.slopes(group)]
+        return result, slopes
 
     def _head_adapter(
         self,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,18 +17,29 @@ from support.bundles import Rng, Tiny
 from support.layouts import STORED, STORED_IN_TURN, WITH_EXPERTS
 from support.lengths import pairs
 from support.lora import with_lora
-from support.models import LENGTHS, MIXERS, adapters_of, each_family, model_of
+from support.models import (
+    BUCKETS,
+    LENGTHS,
+    MIXERS,
+    adapters_of,
+    each_family,
+    mebp,
+    model_of,
+    rows_of,
+)
 from support.plans import demand_of, peak_model_of, task_of
 
 from runtime.arrays.values import Loras
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
+from runtime.methods import mebp as mebp_module
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import StepDropout
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.estimator import Point
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
+from runtime.objectives.objective import Scored
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.values import F32
 from runtime.plan.block_peaks import PeakModel
@@ -198,6 +211,34 @@ def test_the_head_allocates_no_more_than_the_plan_says(
     widest = max(peaks.execution.chunk_rows, bundle.manifest.hidden_size)
     ahead = 4 * model.bucket * widest * F32  # now and then, although the limit is 0
     assert found.most <= head.forward_bytes + small + ahead
+
+
+def test_hidden_states_at_the_head_are_freed_before_its_backward(
+    tiny: Tiny, rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In long rows these and their gradients are as large as all that a layer keeps."""
+    alive: weakref.WeakSet[Scored] = weakref.WeakSet()
+    waiting: list[int] = []
+    score, head_backward = mebp_module.score, Model.head_backward
+
+    def remembered(*given: Any, **options: Any) -> list[Scored]:
+        scored = score(*given, **options)
+        for sample in scored:
+            alive.add(sample)
+        waiting.append(len(alive))
+        return scored
+
+    def checked(self: Model, *given: Any) -> mx.array:
+        waiting.append(len(alive))
+        return head_backward(self, *given)
+
+    monkeypatch.setattr(Scored, "__hash__", object.__hash__)
+    monkeypatch.setattr(mebp_module, "score", remembered)
+    monkeypatch.setattr(Model, "head_backward", checked)
+    bundle = tiny("qwen2")
+    rows = rows_of(bundle, rng, (3, 5))
+    mebp(model_of(bundle, BUCKETS[0], "unpacked"), adapters_of(bundle, rng), rows, tmp_path)
+    assert waiting == [2, 0, 0]
 
 
 @pytest.mark.parametrize("method", ["mebp", "mezo"])
