@@ -44,7 +44,7 @@ from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losse
 from runtime.methods.zeroth.log_header import Header
 from runtime.methods.zeroth.shared_points import Numbers, Place, of_fleet, of_grid
 from runtime.objectives.next_token import NextToken
-from runtime.objectives.objective import Loss, Objective, chunks, grouped, score
+from runtime.objectives.objective import Group, Loss, Objective, chunks, grouped, score
 from runtime.parallel.workers import Workers
 from runtime.storage.activations import Activations
 
@@ -293,7 +293,7 @@ class ZerothOrder:
         return groups
 
     def _losses(self, going: Pass) -> Numbers:
-        """The summed cross entropy of each row of each group, and the group's summand."""
+        """What `_summed` says of each group."""
         model, _, rows, lanes = going
         head, objective = model.blocks[-1], self.objective
         numbers: Numbers = {}
@@ -310,13 +310,17 @@ class ZerothOrder:
                 for slot, sample, own in zip(slots, samples, loras, strict=True)
             ]
             scored = score(model, samples, hs, predictions=objective.predicts, loras=loras)
+            hs.clear()  # as `scored` below: the next chunk comes with its own
             if not numbers:
                 self._visited(head, model)
             for group in chunk:
-                seen = [scored.pop(0) for _ in group]
-                losses = [lane.cross_entropy for lane in seen]
-                numbers[self._place(lanes[group[0]])] = [*losses, objective.value(seen)]
+                place = self._place(lanes[group[0]])
+                numbers[place] = self._summed([scored.pop(0) for _ in group])
         return numbers
+
+    def _summed(self, group: Group) -> list[float]:
+        """The summed cross entropy of each row of a group, and the group's summand."""
+        return [*(row.cross_entropy for row in group), self.objective.value(group)]
 
     def _learn(
         self,

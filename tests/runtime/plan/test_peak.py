@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.bundles import Rng, Tiny
+from support.estimators import mezo_of
 from support.layouts import STORED, STORED_IN_TURN, WITH_EXPERTS
 from support.lengths import pairs
 from support.lora import with_lora
@@ -32,7 +33,6 @@ from support.plans import demand_of, peak_model_of, task_of
 from runtime.arrays.values import Loras
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
-from runtime.methods import mebp as mebp_module
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import StepDropout
 from runtime.methods.noise import Noise
@@ -41,6 +41,7 @@ from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.objective import Scored
 from runtime.operations.elementwise import Elementwise
+from runtime.operations.head_kernel import HeadResult
 from runtime.operations.values import F32
 from runtime.plan.block_peaks import PeakModel
 from runtime.plan.lower import Sizes
@@ -213,32 +214,49 @@ def test_the_head_allocates_no_more_than_the_plan_says(
     assert found.most <= head.forward_bytes + small + ahead
 
 
-def test_hidden_states_at_the_head_are_freed_before_its_backward(
-    tiny: Tiny, rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In long rows these and their gradients are as large as all that a layer keeps."""
+@pytest.fixture
+def at_the_head(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows keep their hidden states where a chunk is scored, or begins its backward."""
     alive: weakref.WeakSet[Scored] = weakref.WeakSet()
-    waiting: list[int] = []
-    score, head_backward = mebp_module.score, Model.head_backward
+    counts: list[int] = []
+    losses, head_backward = Model.losses, Model.head_backward
 
-    def remembered(*given: Any, **options: Any) -> list[Scored]:
-        scored = score(*given, **options)
-        for sample in scored:
-            alive.add(sample)
-        waiting.append(len(alive))
-        return scored
+    def scoring(self: Model, hs: Sequence[mx.array], *given: Any) -> list[HeadResult]:
+        counts.append(len(alive) + len(hs))
+        return losses(self, hs, *given)
 
-    def checked(self: Model, *given: Any) -> mx.array:
-        waiting.append(len(alive))
+    def going_back(self: Model, *given: Any) -> mx.array:
+        counts.append(len(alive))
         return head_backward(self, *given)
 
+    def remembered(self: Scored) -> None:
+        alive.add(self)
+
     monkeypatch.setattr(Scored, "__hash__", object.__hash__)
-    monkeypatch.setattr(mebp_module, "score", remembered)
-    monkeypatch.setattr(Model, "head_backward", checked)
+    monkeypatch.setattr(Scored, "__post_init__", remembered, raising=False)
+    monkeypatch.setattr(Model, "losses", scoring)
+    monkeypatch.setattr(Model, "head_backward", going_back)
+    return counts
+
+
+def test_the_head_frees_hidden_states_before_its_backward(
+    tiny: Tiny, rng: Rng, tmp_path: Path, at_the_head: list[int]
+) -> None:
+    """In long rows these and their gradients are as large as all that a layer keeps."""
     bundle = tiny("qwen2")
     rows = rows_of(bundle, rng, (3, 5))
     mebp(model_of(bundle, BUCKETS[0], "unpacked"), adapters_of(bundle, rng), rows, tmp_path)
-    assert waiting == [2, 0, 0]
+    assert at_the_head == [2, 0, 0]
+
+
+def test_the_head_frees_hidden_states_before_it_scores_others(
+    tiny: Tiny, rng: Rng, tmp_path: Path, seed: int, at_the_head: list[int]
+) -> None:
+    bundle = tiny("qwen2")
+    model, rows = model_of(bundle, BUCKETS[0], "unpacked"), rows_of(bundle, rng, (3, 5, 4))
+    method = mezo_of(model, adapters_of(bundle, rng), tmp_path, seed, len(rows), lanes=2)
+    method.step(0, 1e-3, [rows])
+    assert at_the_head == [2, 2, 2]
 
 
 @pytest.mark.parametrize("method", ["mebp", "mezo"])
