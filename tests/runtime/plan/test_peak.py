@@ -219,7 +219,7 @@ def at_the_head(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows keep their hidden states where a chunk is scored, or begins its backward."""
     alive: weakref.WeakSet[Scored] = weakref.WeakSet()
     counts: list[int] = []
-    losses, head_backward = Model.losses, Model.head_backward
+    begin, losses, head_backward = Scored.__init__, Model.losses, Model.head_backward
 
     def scoring(self: Model, hs: Sequence[mx.array], *given: Any) -> list[HeadResult]:
         counts.append(len(alive) + len(hs))
@@ -229,11 +229,12 @@ def at_the_head(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(alive))
         return head_backward(self, *given)
 
-    def remembered(self: Scored) -> None:
+    def remembered(self: Scored, *given: Any) -> None:
+        begin(self, *given)
         alive.add(self)
 
     monkeypatch.setattr(Scored, "__hash__", object.__hash__)
-    monkeypatch.setattr(Scored, "__post_init__", remembered, raising=False)
+    monkeypatch.setattr(Scored, "__init__", remembered)
     monkeypatch.setattr(Model, "losses", scoring)
     monkeypatch.setattr(Model, "head_backward", going_back)
     return counts
