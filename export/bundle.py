@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -27,13 +27,12 @@ from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from export.sources.tokenizer import tokenizer_warnings
 from export.sources.verified import unverified
-from export.stored import QuantizedForm, StoredForm
+from export.stored import QuantizedForm
 from export.tensors import Tensors
 from runtime.arrays.stored import File, Graph
 from runtime.bundle.manifest import WARNINGS, Manifest
 from runtime.bundle.store import GRAPHS, TOKENIZER, Bundle, BundleWriter
 from runtime.bundle.trusted import trust_graphs
-from runtime.core.errors import StorageError
 from runtime.core.notes import Note, Progress, no_progress, silent, warning
 from runtime.core.version import __version__
 from runtime.data.tokenizer_files import VOCABULARY
@@ -101,7 +100,7 @@ def _export(
     refuse_unread(checkpoint.family, checkpoint.config, checkpoint.given, source, config.seq_lens)
     config.lora.check_targets(linear_names(cut, outside=True), expert_names(cut))
     stored, copied = stored_forms(config, checkpoint, cut)
-    _check_space(config, checkpoint, writer, stored)
+    writer.check_space(stored_bytes(checkpoint, stored))
     engine = None if make_engine is None else make_engine(writer.place)
 
     def report_and_check(part: str, done: int, total: int) -> None:
@@ -206,22 +205,6 @@ def _transcoded(tensors: Tensors) -> dict[str, int]:
         for name, form in tensors.stored.items()
         if isinstance(form, QuantizedForm) and not tensors.is_quantized(name)
     )
-
-
-def _check_space(
-    config: ExportConfig,
-    checkpoint: Checkpoint,
-    writer: BundleWriter,
-    stored: Mapping[str, StoredForm],
-) -> None:
-    """Raise StorageError if the disk has too little space, before anything is written."""
-    needed = stored_bytes(checkpoint, stored)
-    free = shutil.disk_usage(writer.folder).free
-    if needed > free:
-        raise StorageError(
-            f"the bundle needs about {needed / 1e6:.0f} MB, but only {free / 1e6:.0f} MB are "
-            f"free at {writer.destination.parent}; make room or choose another --output"
-        )
 
 
 def _settings(config: ExportConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import msgspec
 
 from export.config.export import ExportConfig
 from export.cut.model import Cut
-from export.fused.checkpoint import check_space
+from export.fused.checkpoint import SPACE
 from export.fused.model import FusedCheckpoint
 from export.recipe import stored_bytes, stored_forms
 from export.stored import FloatForm
@@ -55,7 +55,7 @@ def write_bundle(
         config = ExportConfig(source=str(model.bundle.path), output=str(output), bits=bits)
         stored, copied = stored_forms(config, model, cut)
     with BundleWriter(output, force) as writer:
-        check_space(writer, stored_bytes(model, stored))
+        writer.check_space(stored_bytes(model, stored), SPACE)
         tensors = Tensors(model, writer, stored, copied, progress)
         tensors.write(cut)
         nbytes, digest = writer.finish_weights()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,14 +27,14 @@ from export.stored import F32, FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
 from runtime.adapters.origins import Origin, origins_in
 from runtime.core.documents import safetensors_header
-from runtime.core.errors import BundleError, StorageError, UsageError
+from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import flush, flush_path, storage_errors
 from runtime.core.folder_writer import FolderWriter
 from runtime.core.notes import Progress
-from runtime.core.units import format_bytes
 from runtime.data.tokenizer_files import SMALL_FILES, TEMPLATES, VOCABULARY
 
 CONFIG = "config.json"  # by which a finished folder is recognised
+SPACE = "--output or --dtype"  # the options by which a model takes less space, or has more
 CODES: Mapping[FloatType, str] = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
@@ -81,7 +80,8 @@ def write_checkpoint(
     if model.digests:
         config[IN_CONFIG] = model.digests
     with FolderWriter(output, force, CONFIG, "checkpoint", _belongs) as writer:
-        check_space(writer, sum(sizes.values()) + sum(map(len, tokenizer.values())))
+        needed = sum(sizes.values()) + sum(map(len, tokenizer.values()))
+        writer.check_space(needed, SPACE)
         slices = Slices(sum(sizes.values()) // item, progress)
         shards = _shards(sizes, shard_bytes)
         files = _file_names(len(shards))
@@ -168,16 +168,6 @@ def _belongs(path: Path) -> bool:
     """Whether a checkpoint has such a file."""
     names = {CONFIG, INDEX, VOCABULARY, *SMALL_FILES, TEMPLATES}
     return path.name in names or path.suffix == ".safetensors"
-
-
-def check_space(writer: FolderWriter, needed: int) -> None:
-    """Raise StorageError if the disk has too little space, before anything is written."""
-    free = shutil.disk_usage(writer.folder).free
-    if needed > free:
-        raise StorageError(
-            f"{writer.destination} needs about {format_bytes(needed, up=True)}, but only "
-            f"{format_bytes(free)} are free there; make room, or choose another --output or --dtype"
-        )
 
 
 def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:

@@ -17,7 +17,7 @@ from typing import IO
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 
-from export.fused.checkpoint import check_space
+from export.fused.checkpoint import SPACE
 from export.fused.gguf_metadata import add_metadata, check_metadata, rope_tables
 from export.fused.gguf_vocabulary import add_vocabulary
 from export.fused.model import FusedCheckpoint
@@ -104,7 +104,7 @@ def _write(
     add_vocabulary(writer, model.tokenizer_files(), vocabulary)
     tensors = [*_add_rope_factors(writer, model), *_add_tensors(writer, model, dtype, progress)]
     check_metadata(writer, model.family, model.config)
-    check_space(place, sum(tensor.nbytes for tensor in tensors))
+    place.check_space(sum(tensor.nbytes for tensor in tensors), SPACE)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from harness.doctor.finding import Finding, Status
 from harness.measure.provenance import memory_bytes, processor_name, provenance
 from runtime.core.errors import StorageError
+from runtime.core.files import free_bytes
 from runtime.core.paths import cache_folder, is_mine
 from runtime.core.units import format_bytes
 from runtime.machine.backend import cores
@@ -131,11 +131,11 @@ def _disks() -> Iterator[Finding]:
         ("disk here", Path.cwd()),
         ("disk for temporary files", Path(tempfile.gettempdir())),
     ):
-        free = shutil.disk_usage(path).free
-        text, facts = f"{format_bytes(free)} free in {path}", {"free_bytes": free}
+        free = free_bytes(path)
+        text, facts = f"{_free(free)} in {path}", {"free_bytes": free}
         if not os.access(path, os.W_OK):
             yield Finding(name, Status.WARNING, f"{path} cannot be written", "use another folder")
-        elif free < LITTLE_DISK_BYTES:
+        elif free is not None and free < LITTLE_DISK_BYTES:
             way = "bundles take the size of the weights, and runs need scratch files; make room"
             yield Finding(name, Status.WARNING, text, way, facts)
         elif name == "disk here" and _is_in_memory(path):
@@ -143,6 +143,11 @@ def _disks() -> Iterator[Finding]:
             yield Finding(name, Status.WARNING, f"{text}, which is memory", way, facts)
         else:
             yield Finding(name, Status.OK, text, facts=facts)
+
+
+def _free(nbytes: int | None) -> str:
+    """How much is free on a disk, for people."""
+    return "free space not stated" if nbytes is None else f"{format_bytes(nbytes)} free"
 
 
 def _is_in_memory(path: Path) -> bool:
@@ -167,7 +172,7 @@ def _cache() -> Finding:
     there = folder
     while not there.exists():
         there = there.parent
-    free = shutil.disk_usage(there).free
+    free = free_bytes(there)
     facts = {"folder": str(folder), "free_bytes": free}
     way = "set XDG_CACHE_HOME to another folder"
     if not os.access(there, os.W_OK):
@@ -179,8 +184,8 @@ def _cache() -> Finding:
     taken = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     facts |= {"models": models, "bytes": taken}
     bundles = f"{models} bundle{'' if models == 1 else 's'}"
-    text = f"{folder}: graphs of {bundles}, {format_bytes(taken)}, {format_bytes(free)} free"
-    if free < LITTLE_CACHE_BYTES:
+    text = f"{folder}: graphs of {bundles}, {format_bytes(taken)}, {_free(free)}"
+    if free is not None and free < LITTLE_CACHE_BYTES:
         return Finding("cache folder", Status.WARNING, text, "make room, or " + way, facts)
     return Finding("cache folder", Status.OK, text, facts=facts)
 

@@ -152,6 +152,12 @@ def write_atomic(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def free_bytes(folder: Path) -> int | None:
+    """The free bytes of a folder's file system; None if it states no size, as some of FUSE."""
+    size, _, free = shutil.disk_usage(folder)
+    return free if size else None
+
+
 @contextmanager
 def storage_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
     """Turn an `OSError` (a full disk, a read-only folder) into a `StorageError`.

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from runtime.core.errors import UsageError
-from runtime.core.files import flush_path, storage_errors
+from runtime.core.errors import StorageError, UsageError
+from runtime.core.files import flush_path, free_bytes, storage_errors
 from runtime.core.paths import partial_folder, text_path
+from runtime.core.units import format_bytes
 
 NEW, OLD = "new", "old"  # unfinished output, and the output that it replaces
 _UNASKED = frozenset({".DS_Store"})  # file managers put it into any folder
@@ -74,6 +75,18 @@ class FolderWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with storage_errors(self.place):
             self._clear()
+
+    def check_space(self, needed: int, options: str = "--output") -> None:
+        """Raise StorageError if the disk has too little space, before anything is written.
+
+        `options` are those that change how much is needed, or where.
+        """
+        free = free_bytes(self.folder)
+        if free is not None and needed > free:
+            raise StorageError(
+                f"{self.destination} needs about {format_bytes(needed, up=True)}, but only "
+                f"{format_bytes(free)} are free there; make room, or choose another {options}"
+            )
 
     def _sweep(self) -> None:
         """Remove what a process has left that was killed once its result was in place."""

@@ -25,7 +25,6 @@ from runtime.plan.lower import LoweredBlock, LoweredModel, way_of
 from runtime.storage.write_back import QUEUED
 
 BESIDE_FORWARD = 0.5  # hidden states; without tiles in it, the heap of MeZO was seen to have unused
-BETWEEN = 4  # arrays of a block that are of a size of their own: measured, see the log
 SLOT_BYTES = 1 << 15  # by which a layer's slot is larger than its weights, at most
 STREAMED_BYTES = 1 << 20  # of a tile that is updated although no product reads it
 
@@ -440,7 +439,9 @@ class PeakModel:
     def hole_bytes(self) -> int:
         """The most unused bytes of a heap that an operation leaves by arrays of many sizes.
 
-        Where shared keys go along with hidden states, arrays between blocks leave holes, too.
+        Where shared keys go along with hidden states, the gradient of a block's output leaves one
+        too: it waits while values are recomputed. The input does not, since it is taken apart at
+        once, and the parts lie where it was.
         """
         lanes, tokens = self.demand.lanes[-1], self.lowered.bucket
         further = self.manifest.widest - self.manifest.hidden_size
@@ -448,7 +449,7 @@ class PeakModel:
         return (
             self._hole_of_ends
             + int(BESIDE_FORWARD * alone * tokens * self.manifest.hidden_size) * F32
-            + BETWEEN * tokens * further * F32
+            + (tokens * further * F32 if self.demand.backward else 0)
             + max(
                 operation.hole_bytes(
                     Call(False, (), lanes, tokens, layer.program.values, layer.block.tensor),

@@ -117,7 +117,7 @@ def _continue(
     samples = Samples.of(config, bundle.manifest, rows.train)
     config = settled(config, samples, silent if config.steps == before.steps else events.note)
     _check_steps(config, folder, progress.done)
-    check_disk(config, bundle.manifest, chosen, folder, progress.done)
+    check_disk(config, bundle.manifest, chosen, folder, team, progress.done)
     team.share(files_of(config, folder, chosen, state))
     bundle = team.joined(bundle)
     weights = weights_of(config, bundle, chosen, folder, progress.done)

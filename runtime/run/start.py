@@ -152,7 +152,7 @@ def _begin(
             "--eval-every needs held-out data: give --eval-data or --valid-split, or a "
             "folder with a valid file as --data"
         )
-    check_disk(fixed, bundle.manifest, chosen, folder)
+    check_disk(fixed, bundle.manifest, chosen, folder, team)
     for name in folder.token_files:
         folder.checksums.record(name)
     team.share(files_of(fixed, folder, chosen, None))

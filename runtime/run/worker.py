@@ -18,6 +18,7 @@ from runtime.data.samples import Samples
 from runtime.machine.footprint import Meter
 from runtime.plan.plan import Plan
 from runtime.run.budget import plan_of_first, training
+from runtime.run.disk import places_of
 from runtime.run.folder import (
     EVALUATIONS,
     OTHER_EVALUATIONS,
@@ -47,8 +48,10 @@ def join(output: Path, own: Mapping[str, Any], team: Team) -> TrainResult:
 
     `own` are settings that only this worker's machine knows.
     """
+    own_folder = output.absolute() / WORKERS / str(team.rank)
+    places_of(team, own_folder)  # for rank 0, which looks whether the disk has room
     with (
-        team.receive(output.absolute() / WORKERS / str(team.rank)) as path,
+        team.receive(own_folder) as path,
         worker(path, own, team) as trainer,
     ):
         return trainer.run()

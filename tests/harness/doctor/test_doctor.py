@@ -7,7 +7,6 @@ import shutil
 import tomllib
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from support.runs import here, json_of
@@ -86,7 +85,7 @@ def test_little_memory_disk_and_cores_are_warned_of(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(machine, "memory_limit_bytes", lambda: 256_000_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5_000_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (10**12, 0, 5_000_000))
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (64.0, 0.0, 0.0))
     monkeypatch.setattr(machine, "is_mine", lambda path: False)
     (tmp_path / "ondevice").mkdir()
@@ -98,6 +97,9 @@ def test_little_memory_disk_and_cores_are_warned_of(
     assert "give a --budget below 256 MB" in found["memory"].way
     assert "5 MB free" in found["disk here"].text
     assert "belongs to another user" in found["cache folder"].text
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (0, 0, 0))
+    unknown = {one.name: one for one in machine.computer()}["disk for temporary files"]
+    assert unknown.status is Status.OK and "free space not stated in" in unknown.text
 
 
 def test_the_cache_folder_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

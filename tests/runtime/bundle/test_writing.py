@@ -207,9 +207,12 @@ def test_too_little_room_is_known_before_writing(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 1000))
-    with pytest.raises(StorageError, match=r"needs about .* MB, but only 0 MB are free"):
+    with pytest.raises(StorageError, match=r"needs about .* kB, but only 1 kB are free"):
         export_bundle(settings("random:tiny-qwen2", tmp_path / "out"))
     assert listing(tmp_path) == []
+    # a file system that does not state its size
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 0))
+    export_bundle(settings("random:tiny-qwen2", tmp_path / "out"))
 
 
 # --- several processes, and the killed --------------------------------------------------------

@@ -31,6 +31,7 @@ from support.models import (
 from support.plans import demand_of, peak_model_of, task_of
 
 from runtime.arrays.values import Loras
+from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.methods.adapters import Adapters
@@ -308,6 +309,23 @@ def test_perturbed_copies_of_an_embeddings_adapter_are_counted(
         method._perturb(copies, bundle.manifest.blocks[0], 0, points)
     expected = peaks.adapters.perturbing + peaks.adapters.only_in_layers
     assert 0.9 * expected <= found.most <= expected + 1000  # random keys
+
+
+def test_the_gradient_of_shared_keys_leaves_a_hole(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = tiny("gemma4").manifest
+    further = manifest.widest - manifest.hidden_size
+    assert further > 0
+
+    def holes() -> list[int]:
+        tasks = [task_of(16, method) for method in ("mebp", "mezo")]
+        return [peak_model_of(manifest, task, Sizes(10_000, 16)).hole_bytes for task in tasks]
+
+    shared = holes()
+    monkeypatch.setattr(Manifest, "widest", manifest.hidden_size)
+    backward, forward = (some - none for some, none in zip(shared, holes(), strict=True))
+    assert (backward, forward) == (16 * further * F32, 0)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])

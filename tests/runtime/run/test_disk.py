@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 from support.bundles import Tiny
+from support.exchange import on_workers
 from support.plans import LINUX
 
 from runtime.config.train import TrainConfig
 from runtime.core.errors import StorageError
 from runtime.machine.footprint import Meter
+from runtime.parallel.exchange import Exchange
+from runtime.parallel.workers import Workers
 from runtime.run import budget, disk, resume, start
 from runtime.run.folder import RunFolder
 from runtime.run.results import Events
+from runtime.run.team import Team
 from runtime.storage import activations, scratch
 
 
@@ -102,6 +106,62 @@ def test_a_disk_that_is_too_small_is_refused_before_with_each_file(
     assert not other.exists()
     space = (0, 0, 0)  # a file system that does not state its size
     assert resume.resume(run, Events(), {"steps": 3}).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("hosts", "systems", "refused"),
+    [
+        (("here", "here"), (1, 1), "'s 2 processes on here"),
+        (("here", "here"), (1, 2), ""),
+        (("here", "there"), (1, 1), ""),
+        (("here", "there", "there"), (1, 1, 1), "'s 2 processes on there"),
+    ],
+)
+def test_files_of_all_workers_on_one_disk_count(
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hosts: tuple[str, ...],
+    systems: tuple[int, ...],
+    refused: str,
+) -> None:
+    run = tmp_path / "run"
+    config = config_of(tiny, run, method="mebp")
+    start.train(config, Events())
+    folder, manifest = RunFolder(run), tiny("gemma3").manifest
+    first = sum(disk.files_to_write(config, manifest, folder.plan(), folder).values())
+    others = sum(disk.files_of_worker(config, manifest, folder.plan()).values())
+    assert others > 1
+    free = [first + others - 1, 2 * others - 1]  # of the machine of rank 0, and of another
+
+    def check(exchange: Exchange) -> str:
+        team = Team(Workers(exchange, exchange.size), hosts)
+        own = run if exchange.rank == 0 else run / ".workers.partial" / str(exchange.rank)
+        if exchange.rank:
+            assert [place.free_bytes for place in disk.places_of(team, own)] == sizes
+            return ""
+        try:
+            disk.check_disk(config, manifest, folder.plan(), folder, team)
+        except StorageError as problem:
+            return str(problem)
+        return ""
+
+    sizes = [free[host == "there"] for host in hosts]
+    places_of = disk.places_of
+
+    def stated(team: Team, path: Path) -> list[disk.Place]:
+        places = places_of(team, path)
+        assert [place.folder for place in places] == [
+            str(run / ".workers.partial" / str(rank) if rank else run) for rank in range(len(hosts))
+        ]
+        return [
+            place._replace(file_system=system, free_bytes=size)
+            for place, system, size in zip(places, systems, sizes, strict=True)
+        ]
+
+    monkeypatch.setattr(disk, "places_of", stated)
+    said = on_workers(len(hosts), check)[0]
+    assert (f"the run{refused} will write" in said) if refused else said == ""
 
 
 def test_saves_that_are_never_made_take_no_space(tiny: Tiny, tmp_path: Path) -> None:
