@@ -79,7 +79,8 @@ class HeapUse:
     value that may be mapped outside the heap, and `largest_logits_bytes` that of the largest logits
     of any block. `backward` is whether the method runs backward. `hole_bytes` are those of tiles
     that do not fit the holes that others leave, since what lies between these varies in size.
-    `wider_bytes` are those that the widest value takes more than hidden states.
+    `wider_bytes` are those that the widest value takes more than hidden states, and
+    `beside_forward_bytes` those that hidden states of forwards alone leave unused.
     """
 
     alive_bytes: int
@@ -91,6 +92,7 @@ class HeapUse:
     backward: bool
     hole_bytes: int = 0
     wider_bytes: int = 0
+    beside_forward_bytes: int = 0
 
 
 def unused_bytes(heap: Heap, use: HeapUse) -> int:
@@ -111,4 +113,5 @@ def unused_bytes(heap: Heap, use: HeapUse) -> int:
         share = heap.share_beside_mapped
     else:
         holes += heap.share_of_wider * use.wider_bytes * (2 if use.backward else 1)
+        holes += use.beside_forward_bytes
     return int(heap.flat_bytes + share * on_heap + holes)

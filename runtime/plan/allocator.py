@@ -68,6 +68,7 @@ def heap_use(model: PeakModel, alive_bytes: int, index: int) -> HeapUse:
         model.demand.backward,
         model.hole_bytes,
         model.wider_bytes,
+        model.beside_forward_bytes,
     )
 
 

@@ -445,10 +445,8 @@ class PeakModel:
         """
         lanes, tokens = self.demand.lanes[-1], self.lowered.bucket
         further = self.manifest.widest - self.manifest.hidden_size
-        alone = self.execution.in_map and not self.demand.backward
         return (
             self._hole_of_ends
-            + int(BESIDE_FORWARD * alone * tokens * self.manifest.hidden_size) * F32
             + (tokens * further * F32 if self.demand.backward else 0)
             + max(
                 operation.hole_bytes(
@@ -459,6 +457,12 @@ class PeakModel:
                 for operation in layer.program.operations
             )
         )
+
+    @property
+    def beside_forward_bytes(self) -> int:
+        """Unused bytes of a heap that holds hidden states of forwards alone, and no tiles."""
+        alone = self.execution.in_map and not self.demand.backward
+        return int(BESIDE_FORWARD * alone * self.lowered.bucket * self.manifest.hidden_size) * F32
 
     @property
     def _hole_of_ends(self) -> int:
