@@ -69,8 +69,8 @@ def write_checkpoint(
     if inside and model_class(model.family) is None:
         raise UsageError(
             f"a checkpoint: transformers has no class for {inside} without what sees or hears; "
-            "PEFT adds the adapter to the whole model (ondevice adapter --to peft), and --format "
-            "bundle writes a fused bundle"
+            "PEFT adds the adapter to the whole model (ondevice adapter --to peft), mlx-lm to the "
+            "text model (--to mlx), and --format bundle writes a fused bundle"
         )
     item = numpy_type(dtype).itemsize
     stored = _stored_tensors(model)
