@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from export.fused.slices import Read, Slices
 from export.sources.families import build_model, stored_numbers, transformers_config
 from export.sources.model_classes import model_class
 from export.sources.safetensors_files import INDEX
-from export.sources.sanitize import shifts
+from export.sources.sanitize import tensors_made
 from export.sources.source import INSIDE, turned
 from export.stored import F32, FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
@@ -111,7 +111,7 @@ class _Stored:
 
     shape: tuple[int, ...]
     parts: tuple[tuple[Origin, str, int], ...]
-    added: float
+    added: float = 0.0
 
     @property
     def read_as(self) -> tuple[int, int]:
@@ -154,7 +154,7 @@ def _place(values: F32, part: Origin, first: int, read: Read, top: int) -> None:
 def _stored_tensors(model: FusedCheckpoint) -> dict[str, _Stored]:
     """The tensors of the checkpoint by name, as transformers has them."""
     origins = origins_in(model.provenance, "a checkpoint")
-    numbers, added = stored_numbers(model.family, model.config), _added_when_read(model)
+    numbers = stored_numbers(model.family, model.config)
     parts: dict[str, list[tuple[Origin, str, int]]] = {}
     for own in model.names():
         rows, top = model.shape(own)[0], 0
@@ -170,7 +170,9 @@ def _stored_tensors(model: FusedCheckpoint) -> dict[str, _Stored]:
         shape = (part.height, *(part.columns[2:] if part.columns else across))
         shape = shape[::-1] if part.transposed else () if own in numbers else shape
         shape = (part.stack, *shape) if part.stack else shape
-        stored[name] = _Stored(shape, tuple(held), added.get(own, 0.0))
+        stored[name] = _Stored(shape, tuple(held))
+    for name, number in _added_when_read(model, stored).items():
+        stored[name] = replace(stored[name], added=number)
     return stored
 
 
@@ -224,12 +226,14 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def _added_when_read(model: FusedCheckpoint) -> dict[str, float]:
+def _added_when_read(model: FusedCheckpoint, stored: Mapping[str, _Stored]) -> dict[str, float]:
     """What mlx-lm adds to tensors of a checkpoint whose filters are as transformers has them."""
-    shapes = {name: turned(model.shape(name)) for name in model.names()}
-    if all(shape == model.shape(name) for name, shape in shapes.items()):
+    if all(turned(model.shape(name)) == model.shape(name) for name in model.names()):
         return {}
-    return shifts(build_model(model.family, model.config), shapes, str(model.provenance["name"]))
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    own = build_model(model.family, model.config)
+    made = tensors_made(own, shapes, str(model.provenance["name"]))
+    return {part.source: part.shift for parts in made.values() for part in parts if part.shift}
 
 
 def _write_tensors(

@@ -33,7 +33,7 @@ from export.sources.safetensors_files import (
     open_shards,
     read_json,
 )
-from export.sources.sanitize import NAMES, Made, shifts, tensors_made
+from export.sources.sanitize import NAMES, Made, tensors_made
 from export.sources.settings import unknown_settings
 from export.sources.source import (
     INSIDE,
@@ -264,12 +264,13 @@ def _language_model(
         stored[name] = tensor
     made = {name: [Made(name, 0, tensor.flat().shape[0])] for name, tensor in stored.items()}
     tensors, apart = with_experts_apart(stored)
-    if not tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}:
-        made = tensors_made(model, {name: tensor.shape for name, tensor in stored.items()}, where)
-        tensors = {name: _joined(stored, parts) for name, parts in made.items()}
-    elif any(stored[name].shape != shape for name, shape in expected.items() if name in stored):
-        added = shifts(model, {name: tensor.shape for name, tensor in stored.items()}, where)
-        tensors |= {name: replace(stored[name], shift=shift) for name, shift in added.items()}
+    complete = tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}
+    held = {name: shape for name, shape in expected.items() if name in stored}
+    if not complete or any(stored[name].shape != shape for name, shape in held.items()):
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        sanitized = tensors_made(model, shapes, where)
+        made, tensors = (made | sanitized, tensors) if complete else (sanitized, {})
+        tensors |= {name: _joined(stored, parts) for name, parts in sanitized.items()}
     split = _split_experts(made, tensors, expected)
     tensors = {name: tensor for name, tensor in tensors.items() if name in split or name in apart}
     tensors |= {n: _joined(stored, parts) for n, parts in split.items() if n not in tensors}
@@ -346,7 +347,7 @@ def _joined(tensors: Mapping[str, StoredTensor], parts: list[Made]) -> AnyTensor
         return tensor.transposed()
     whole = not tensor.shape or first.rows == tensor.flat().shape[0]
     if not others and whole and first.columns is None:
-        return tensor
+        return replace(tensor, shift=first.shift)
     return JoinedTensor(tuple(_part(tensors[part.source], part) for part in parts))
 
 
@@ -362,7 +363,8 @@ def _split_experts(
 ) -> dict[str, list[Made]]:
     """What is made with gate and up of experts apart, which transformers 5 may have in one tensor.
 
-    That is experts.gate_up_proj (N, 2 W, C), beside experts.down_proj (N, C, W).
+    That is experts.gate_up_proj (N, 2 W, C), beside experts.down_proj (N, C, W). Experts that the
+    class has not stacked are one below the other.
     """
     split = {name: parts for name, parts in made.items() if name in tensors}
     for name, tensor in tensors.items():
@@ -379,6 +381,12 @@ def _split_experts(
                 parts = [Made(source, first, rows // 2) for first in firsts]
                 split[f"{into}{part}.weight"] = parts
                 split.pop(name, None)
+    for name in expected:
+        before, stacked, after = name.partition("switch_mlp.")
+        number = 0
+        while stacked and (own := split.pop(f"{before}experts.{number}.{after}", None)):
+            split.setdefault(name, []).extend(own)
+            number += 1
     return split
 
 

@@ -32,7 +32,7 @@ BUCKET = 64  # longer than the windows of the tiny models
 PREDICTED_WITHIN = 0.05
 EPSILON = 1e-2
 # the gated delta rule's decays go through exponentials of sums over a row, in float32 on both sides
-WIDER = dict.fromkeys(("qwen3_5", "qwen3_5_text"), 2e-4)
+WIDER = dict.fromkeys((f"qwen3_5{kind}" for kind in ("", "_text", "_moe", "_moe_text")), 2e-4)
 WIDER["muse_glimmer"] = 3e-5  # autograd in float32 is as far as 1.9e-5 from float64, and so are we
 CLOSE_ELSEWHERE = 1e-4  # PyTorch rounds in another order
 METHODS = ("mebp", "mezo")
