@@ -15,6 +15,7 @@ from gguf import GGUFType, GGUFWriter, Keys, LlamaFileType
 from export.adapters.adapter import Adapter, base_model
 from export.sources.gguf_file import is_adapter
 from export.sources.gguf_names import (
+    WITHOUT_ADAPTER,
     Index,
     architecture_beside,
     architecture_of,
@@ -87,6 +88,11 @@ def _add_tensors(file: GGUFWriter, adapter: Adapter) -> None:
         stored = name_of(name)
         if stored is None:
             raise UsageError(f"--to gguf: llama.cpp's {file.arch} has no tensor for {name}")
+        if module.rpartition(".")[2] in WITHOUT_ADAPTER.get(manifest.family, ()):
+            raise UsageError(
+                f"--to gguf: llama.cpp multiplies by {file.arch}'s {module} without its adapter; "
+                "ondevice fuse --format gguf adds it to the weights"
+            )
         if module != adapter.lookup:
             place = place_of(manifest.family, manifest.config, name, (b.shape[1], a.shape[0]))
             a = _spread(a, place.shape[1], place.columns)

@@ -86,7 +86,10 @@ def _write_peft(adapter: Adapter, output: Path, force: bool, base: str | None) -
 def _write_mlx(adapter: Adapter, output: Path, force: bool, base: str | None) -> None:
     """Write a folder for `mlx_lm.load(model, adapter_path=...)`."""
     name = base_model(adapter.manifest.provenance)[0] if base is None else base
-    inside = adapter.sees or adapter.manifest.family in TEXT_TYPES.values()
+    manifest = adapter.manifest
+    # not so where mlx-lm has the text model alone, under the name of the whole
+    apart = adapter.sees and manifest.provenance.get("model_type") != manifest.family
+    inside = apart or manifest.family in TEXT_TYPES.values()
     ends = [outer_name(own, _INSIDE) if inside else own for own in adapter.outside]
     keys = [*adapter.paths, *ends]
     config = mlx_lm.config_of(adapter.manifest.lora, len(adapter.layers), keys)

@@ -10,18 +10,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from export.fused.model import FusedCheckpoint
-from export.fused.slices import Slices
+from export.fused.slices import Read, Slices
 from export.sources.families import build_model, stored_numbers, transformers_config
 from export.sources.model_classes import model_class
 from export.sources.safetensors_files import INDEX
-from export.sources.sanitize import shifts
+from export.sources.sanitize import tensors_made
 from export.sources.source import INSIDE, turned
 from export.stored import F32, FloatType, numpy_type
 from runtime.adapters.fused import IN_CONFIG
@@ -68,8 +68,8 @@ def write_checkpoint(
     if inside and model_class(model.family) is None:
         raise UsageError(
             f"a checkpoint: transformers has no class for {inside} without what sees or hears; "
-            "PEFT adds the adapter to the whole model (ondevice adapter --to peft), and --format "
-            "bundle writes a fused bundle"
+            "PEFT adds the adapter to the whole model (ondevice adapter --to peft), mlx-lm to the "
+            "text model (--to mlx), and --format bundle writes a fused bundle"
         )
     item = numpy_type(dtype).itemsize
     stored = _stored_tensors(model)
@@ -106,38 +106,61 @@ class _Stored:
     """A tensor of a checkpoint: its shape there, and the tensors here that are its rows, in order.
 
     Each of these has its name, and its first row that is one of this tensor's. `added` is what
-    mlx-lm adds to the values when it reads them.
+    mlx-lm adds to the values when it reads them. What is transposed is read by whole matrices.
     """
 
     shape: tuple[int, ...]
     parts: tuple[tuple[Origin, str, int], ...]
-    added: float
+    added: float = 0.0
+
+    @property
+    def read_as(self) -> tuple[int, int]:
+        """How many rows or matrices there are to read, and the values of each."""
+        whole = self.parts[0][0]
+        count = (whole.stack or 1) * (1 if whole.transposed else whole.height)
+        return count, math.prod(self.shape) // count
 
     def rows(self, model: FusedCheckpoint, start: int, stop: int) -> F32:
-        """Rows start:stop of it."""
-        pieces, axis = [], 1 if self.parts[0][0].columns else 0
+        """Those from start to stop, as rows of values."""
+        whole, values_of_each = self.parts[0][0], self.read_as[1]
+        if whole.transposed:
+            start, stop = start * whole.height, stop * whole.height
+            values_of_each //= whole.height
+        values: F32 = np.empty((stop - start, values_of_each), np.float32)
         for part, own, top in self.parts:
-            if part.transposed:
-                pieces.append(model.rows(own, top, top + part.rows)[:, start:stop])
-                continue
-            first, last = (min(max(row - part.first, 0), part.rows) for row in (start, stop))
-            if first < last:
-                pieces.append(model.rows(own, top + first, top + last))
-        rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
-        rows = rows.T if self.parts[0][0].transposed else rows
-        return rows - np.float32(self.added) if self.added else rows
+            for number in range(start // part.height, -(-stop // part.height)):
+                first = number * part.height + part.first - start
+                _place(values, part, first, partial(model.rows, own), top + number * part.rows)
+        if self.added:
+            values -= np.float32(self.added)
+        if whole.transposed:
+            values = values.reshape(-1, whole.height, values_of_each).swapaxes(1, 2)
+        return values
+
+
+def _place(values: F32, part: Origin, first: int, read: Read, top: int) -> None:
+    """Put rows of ours, from `top` on, where a part of a tensor has them, `first` in `values`."""
+    every, columns = part.every, slice(None)
+    if part.columns:
+        left, count, _ = part.columns
+        every, columns = 1, slice(left, left + (count - 1) * part.every + 1, part.every)
+    low, high = (-(-(at - first) // every) for at in (0, len(values)))
+    low, high = max(low, 0), min(high, part.rows)
+    if low < high:
+        rows = slice(first + low * every, first + (high - 1) * every + 1, every)
+        values[rows, columns] = read(top + low, top + high).reshape(high - low, -1)
 
 
 def _stored_tensors(model: FusedCheckpoint) -> dict[str, _Stored]:
     """The tensors of the checkpoint by name, as transformers has them."""
     origins = origins_in(model.provenance, "a checkpoint")
-    numbers, added = stored_numbers(model.family, model.config), _added_when_read(model)
+    numbers = stored_numbers(model.family, model.config)
     parts: dict[str, list[tuple[Origin, str, int]]] = {}
     for own in model.names():
         rows, top = model.shape(own)[0], 0
         for part in origins.get(own, (Origin(own, 0, rows, rows),)):
             parts.setdefault(part.name, []).append((part, own, top))
-            top += part.rows
+            top += part.all_rows
         if top != rows:
             raise BundleError(f"{own}: its list of tensors is damaged: {top} of {rows} rows")
     stored = {}
@@ -146,7 +169,10 @@ def _stored_tensors(model: FusedCheckpoint) -> dict[str, _Stored]:
         across = turned(model.shape(own))[1:]
         shape = (part.height, *(part.columns[2:] if part.columns else across))
         shape = shape[::-1] if part.transposed else () if own in numbers else shape
-        stored[name] = _Stored(shape, tuple(held), added.get(own, 0.0))
+        shape = (part.stack, *shape) if part.stack else shape
+        stored[name] = _Stored(shape, tuple(held))
+    for name, number in _added_when_read(model, stored).items():
+        stored[name] = replace(stored[name], added=number)
     return stored
 
 
@@ -190,12 +216,14 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def _added_when_read(model: FusedCheckpoint) -> dict[str, float]:
+def _added_when_read(model: FusedCheckpoint, stored: Mapping[str, _Stored]) -> dict[str, float]:
     """What mlx-lm adds to tensors of a checkpoint whose filters are as transformers has them."""
-    shapes = {name: turned(model.shape(name)) for name in model.names()}
-    if all(shape == model.shape(name) for name, shape in shapes.items()):
+    if all(turned(model.shape(name)) == model.shape(name) for name in model.names()):
         return {}
-    return shifts(build_model(model.family, model.config), shapes, str(model.provenance["name"]))
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    own = build_model(model.family, model.config)
+    made = tensors_made(own, shapes, str(model.provenance["name"]))
+    return {part.source: part.shift for parts in made.values() for part in parts if part.shift}
 
 
 def _write_tensors(
@@ -211,7 +239,7 @@ def _write_tensors(
         file.write(safetensors_header(tensors, {"format": "pt"}))  # transformers asks for this word
         for name, tensor in stored.items():
             rows = partial(tensor.rows, model)
-            for part in slices.bytes_of(name, tensor.shape or (1,), dtype, rows):
+            for part in slices.bytes_of(name, tensor.read_as, dtype, rows):
                 file.write(part)
         file.flush()
         flush(file.fileno())

@@ -15,6 +15,7 @@ from export.sources.gguf_config import (
     FACTORS,
     LISTED,
     LLAMA3,
+    LONGROPE,
     OF_SCALING,
     ROPE_FREQS,
     SIGMOID,
@@ -65,10 +66,11 @@ def add_metadata(writer: GGUFWriter, family: str, config: dict[str, Any], vocab_
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
     part = config.get("partial_rotary_factor")
-    turned = int(head_dim * (1 if part is None else part))
+    turned = config.get("qk_rope_head_dim") or int(head_dim * (1 if part is None else part))
+    still = config.get("qk_nope_head_dim")
+    writer.add_key_length(head_dim if still is None else still + turned)
+    writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(turned)
     if family == "qwen3_5":
         if config["rms_norm_eps"] != _USUAL_EPSILON:  # which transformers has for them in any case
@@ -175,7 +177,7 @@ def _add_rope_scaling(writer: GGUFWriter, family: str, config: dict[str, Any]) -
         return
     if kind == "default" or (kind == "llama3" and family in LLAMA3):
         return
-    if kind == "longrope" and family == "phi3":
+    if kind == "longrope" and family in LONGROPE:
         longest = config["max_position_embeddings"]
         turned = 2 * len(scaling["short_factor"])
         factor = longrope(scaling, float(config["rope_theta"]), turned, longest)[1]

@@ -26,7 +26,8 @@ from export.sources.windows import layer_types
 from runtime.bundle.positions import positions_of, short_length
 from runtime.core.errors import BundleError, UsageError
 
-TEXT_TYPES = {"qwen3_5_text": "qwen3_5"}  # whose module has the text model's class too
+# whose modules have the text model's class too
+TEXT_TYPES = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 # settings that describe a single checkpoint, and not its architecture
 _OF_THE_SOURCE = (
     *("quantization", "quantization_config", "torch_dtype", "dtype", "_name_or_path"),

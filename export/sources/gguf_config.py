@@ -20,8 +20,9 @@ from runtime.core.errors import BundleError
 ROPE_FREQS = "rope_freqs.weight"
 FACTORS = {f"{length}_factor": f"rope_factors_{length}.weight" for length in ("short", "long")}
 LLAMA3 = ("llama", "apertus")  # families whose table is that of Llama 3
+LONGROPE = ("phi3", "minicpm3")
 _TABLES = {
-    "phi3": {*FACTORS.values()},
+    **{family: {*FACTORS.values()} for family in LONGROPE},
     **{family: {ROPE_FREQS} for family in (*LLAMA3, "gemma4_text")},
 }
 
@@ -79,6 +80,7 @@ _OTHERS = {
     },
     "minimax": {**_LOCAL, "expert_feed_forward_length": "intermediate_size"},
     "gpt_neox": {"use_parallel_residual": "use_parallel_residual"},
+    "minicpm3": {f"attention.{rank}": rank for rank in ("q_lora_rank", "kv_lora_rank")},
     "qwen3_5": {
         **{"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim"},
         **{"ssm.group_count": "linear_num_key_heads", "ssm.inner_size": _INNER},
@@ -118,6 +120,8 @@ WINDOWED = {"gemma2": (4096, 2), "gemma3_text": (0, 6), "gpt_oss": (0, 2)}
 WINDOWED |= {"exaone4": (4096, 4), **dict.fromkeys(("cohere2", "olmo3", "afmoe"), (0, 4))}
 LISTED = 0  # in place of one in so many: files list the layers
 WINDOWED["gemma4_text"] = (0, LISTED)
+# MiniCPM 3's scales, which llama.cpp has as constants
+_CONSTANTS = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
 _EXAONE_32B_LAYERS = 64  # the one size that has them
 
 
@@ -169,6 +173,8 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     if "linear_value_head_dim" in stated:
         heads = stated["linear_num_value_heads"]
         stated[_INNER] = stated["linear_value_head_dim"] * heads
+    if family == "minicpm3":
+        del stated["head_dim"]  # transformers' name of the part of it that turns
     if nested := stated.pop("rope_parameters", None):
         stated |= {key: nested[key] for key in ("rope_theta", _PART) if key in nested}
         apart = ("rope_theta", "max_position_embeddings", _PART)
@@ -295,6 +301,11 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         config["linear_value_head_dim"] = config.pop(_INNER) // config["linear_num_value_heads"]
         if (keys := config["linear_num_key_heads"]) < 1:
             raise entries.refusal("ssm.group_count", keys, "it must be a positive integer")
+    if family == "minicpm3":
+        keys = get("attention.key_length") - get("rope.dimension_count")
+        config |= {"qk_nope_head_dim": keys, "qk_rope_head_dim": get("rope.dimension_count")}
+        config |= _CONSTANTS
+        del config["head_dim"]
     if family in _NORMED:
         config["norm_topk_prob"] = _NORMED[family]
     if family == "lfm2":  # says the heads of each layer, none for convolutions
@@ -365,6 +376,11 @@ def _widths(entries: _Metadata) -> tuple[int, int, int]:
 def _head_dim(entries: _Metadata, default: int) -> int:
     """The numbers of a head's keys, of which there must be as many in a value and in RoPE."""
     head_dim: int = entries.get("attention.key_length", default)
+    if entries.family == "minicpm3":
+        if (given := entries.get("attention.value_length", default)) != default:
+            must = f"values of a head must have {default} numbers"
+            raise entries.refusal("attention.value_length", given, must)
+        return default
     for key in _HEAD_DIMS:
         if key == "rope.dimension_count" and entries.family in _PARTIAL:
             continue

@@ -35,7 +35,7 @@ ARCHITECTURES = {
     **{"ministral3": "mistral3", "gemma4_text": "gemma4", "qwen3_5": "qwen35"},
     **{"glm4_moe": "glm4moe", "solar_open": "glm4moe", "dots1": "dots1", "afmoe": "afmoe"},
     **{"minimax": "minimax-m2", "gpt_neox": "gptneox", "internlm3": "llama"},
-    "apertus": "apertus",
+    **{"apertus": "apertus", "minicpm3": "minicpm3"},
 }
 # architectures of models that see besides -> the family of the text model, and transformers' types
 # of it, of which a file is of the first
@@ -83,6 +83,8 @@ _IN_LAYERS = {
         "experts.switch_glu.down_proj.weight": "blk.{}.ffn_down_exps.weight",
     },
 }
+# matrices that llama.cpp multiplies by without their adapters
+WITHOUT_ADAPTER = {"minicpm3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")}
 # parameters in a layer that files have as metadata, a number for each layer -> the keys
 AS_METADATA = {
     "apertus": {

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from export.sources.safetensors_files import MXFP4, AnyTensor, JoinedTensor, StoredTensor
+from runtime.adapters.origins import Origin
 
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])  # of four bits
@@ -89,9 +90,15 @@ class _InTurn:
         return np.ascontiguousarray(self.tensor.rows(start, stop)[:, self.first :: 2])
 
 
-def with_experts_apart(stored: Mapping[str, StoredTensor]) -> dict[str, AnyTensor]:
-    """A checkpoint's tensors, where those of experts with biases are as mlx-lm names them."""
+def with_experts_apart(
+    stored: Mapping[str, StoredTensor],
+) -> tuple[dict[str, AnyTensor], dict[str, list[Origin]]]:
+    """A checkpoint's tensors, where those of experts with biases are as mlx-lm names them.
+
+    And where transformers has these in floats.
+    """
     others, made = dict(stored), dict[str, AnyTensor]()
+    origins: dict[str, list[Origin]] = {}
     for base in [name.removesuffix("gate_up_proj_bias") for name in stored]:
         if f"{base}gate_up_proj_bias" not in stored:
             continue
@@ -99,10 +106,17 @@ def with_experts_apart(stored: Mapping[str, StoredTensor]) -> dict[str, AnyTenso
             biases = others.pop(f"{base}{joined}_bias")
             scales = others.pop(f"{base}{joined}_scales", None)
             whole = others.pop(f"{base}{joined}{'' if scales is None else '_blocks'}")
+            count, width, every = whole.shape[0], biases.shape[-1], len(parts)
             for at, part in enumerate(parts):
-                made[f"{base}{part}.bias"] = _InTurn(biases, at) if len(parts) == 2 else biases
-                experts = range(whole.shape[0])
+                made[f"{base}{part}.bias"] = _InTurn(biases, at) if every == 2 else biases
                 made[f"{base}{part}.weight"] = JoinedTensor(
-                    tuple(_OfExpert(whole, scales, number, at, len(parts)) for number in experts)
+                    tuple(_OfExpert(whole, scales, number, at, every) for number in range(count))
                 )
-    return {**others, **made}
+                columns, rows = (at, width // every, width), width // every
+                origins[f"{base}{part}.bias"] = [
+                    Origin(f"{base}{joined}_bias", 0, count, count, columns=columns, every=every)
+                ]
+                origins[f"{base}{part}.weight"] = [
+                    Origin(f"{base}{joined}", at, rows, width, True, every=every, stack=count)
+                ]
+    return {**others, **made}, origins

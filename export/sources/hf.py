@@ -33,7 +33,7 @@ from export.sources.safetensors_files import (
     open_shards,
     read_json,
 )
-from export.sources.sanitize import NAMES, Made, shifts, tensors_made
+from export.sources.sanitize import NAMES, Made, tensors_made
 from export.sources.settings import unknown_settings
 from export.sources.source import (
     INSIDE,
@@ -47,7 +47,7 @@ from export.sources.tokenizer import folder_tokenizer
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.adapters.fused import IN_CONFIG, checked
 from runtime.adapters.names import is_of_tower, unwrapped
-from runtime.adapters.origins import RENAMED, Origin, together
+from runtime.adapters.origins import RENAMED, Origin, of_each, together
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead, kind_of
 
@@ -263,14 +263,17 @@ def _language_model(
             )
         stored[name] = tensor
     made = {name: [Made(name, 0, tensor.flat().shape[0])] for name, tensor in stored.items()}
-    tensors = with_experts_apart(stored)
-    if not tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}:
-        made = tensors_made(model, {name: tensor.shape for name, tensor in stored.items()}, where)
-        tensors = {name: _joined(stored, parts) for name, parts in made.items()}
-    elif any(stored[name].shape != shape for name, shape in expected.items() if name in stored):
-        added = shifts(model, {name: tensor.shape for name, tensor in stored.items()}, where)
-        tensors |= {name: replace(stored[name], shift=shift) for name, shift in added.items()}
-    tensors = _with_split_experts(tensors, expected)
+    tensors, apart = with_experts_apart(stored)
+    complete = tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}
+    held = {name: shape for name, shape in expected.items() if name in stored}
+    if not complete or any(stored[name].shape != shape for name, shape in held.items()):
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        sanitized = tensors_made(model, shapes, where)
+        made, tensors = (made | sanitized, tensors) if complete else (sanitized, {})
+        tensors |= {name: _joined(stored, parts) for name, parts in sanitized.items()}
+    split = _split_experts(made, tensors, expected)
+    tensors = {name: tensor for name, tensor in tensors.items() if name in split or name in apart}
+    tensors |= {n: _joined(stored, parts) for n, parts in split.items() if n not in tensors}
     # experts, which a file has one behind the other
     tensors = {
         name: tensor.flat() if _holds_experts(name, expected) else tensor
@@ -288,8 +291,8 @@ def _language_model(
             f"{example.partition('.0.')[0]}.0; they are {first_names([*others, *tensors])}; save "
             "it with transformers' save_pretrained, as a model for causal language modelling"
         )
-    made = {name: parts for name, parts in made.items() if name in tensors}
-    return tensors, others, _origins(stored, made, outer)
+    split = {name: parts for name, parts in split.items() if name in tensors}
+    return tensors, others, {**_origins(stored, split, outer), **apart}
 
 
 def _is_buffer(tensor: StoredTensor) -> bool:
@@ -316,7 +319,8 @@ def _origins(
     """Where tensors are from, without those that are a checkpoint's of the same name."""
     elsewhere = {}
     for name, parts in made.items():
-        if any(_holds_stacks(stored[part.source]) for part in parts):
+        stack = max(_stacked(stored[part.source]) for part in parts)
+        if stack and name in stored:  # mlx-lm's own layout
             continue
         origins = []
         for part in parts:
@@ -326,13 +330,13 @@ def _origins(
             columns = None if part.columns is None else (*part.columns, tensor.shape[-1])
             origins.append(Origin(inner, part.first, part.rows, height, part.transposed, columns))
         if origins != [Origin(name, 0, origins[0].height, origins[0].height)]:
-            elsewhere[name] = together(origins)
-    return elsewhere
+            elsewhere[name] = of_each(origins, stack) if stack else together(origins)
+    return {name: origins for name, origins in elsewhere.items() if origins}
 
 
-def _holds_stacks(tensor: StoredTensor) -> bool:
-    """Whether a tensor is a stack of matrices, of experts, and no filters."""
-    return len(tensor.shape) == 3 and tensor.shape[1] != 1
+def _stacked(tensor: StoredTensor) -> int:
+    """The matrices, of experts, that a tensor is a stack of; 0 for others, and for filters."""
+    return tensor.shape[0] if len(tensor.shape) == 3 and tensor.shape[1] != 1 else 0
 
 
 def _joined(tensors: Mapping[str, StoredTensor], parts: list[Made]) -> AnyTensor:
@@ -343,7 +347,7 @@ def _joined(tensors: Mapping[str, StoredTensor], parts: list[Made]) -> AnyTensor
         return tensor.transposed()
     whole = not tensor.shape or first.rows == tensor.flat().shape[0]
     if not others and whole and first.columns is None:
-        return tensor
+        return replace(tensor, shift=first.shift)
     return JoinedTensor(tuple(_part(tensors[part.source], part) for part in parts))
 
 
@@ -352,29 +356,38 @@ def _part(tensor: StoredTensor, part: Made) -> StoredTensor:
     return rows if part.columns is None else rows.across(*part.columns)
 
 
-def _with_split_experts(
-    tensors: Mapping[str, AnyTensor], expected: Mapping[str, tuple[int, ...]]
-) -> dict[str, AnyTensor]:
-    """The tensors with gate and up of experts apart, which transformers 5 may have in one tensor.
+def _split_experts(
+    made: Mapping[str, list[Made]],
+    tensors: Mapping[str, AnyTensor],
+    expected: Mapping[str, tuple[int, ...]],
+) -> dict[str, list[Made]]:
+    """What is made with gate and up of experts apart, which transformers 5 may have in one tensor.
 
-    That is experts.gate_up_proj (N, 2 W, C), beside experts.down_proj (N, C, W).
+    That is experts.gate_up_proj (N, 2 W, C), beside experts.down_proj (N, C, W). Experts that the
+    class has not stacked are one below the other.
     """
-    made = dict(tensors)
+    split = {name: parts for name, parts in made.items() if name in tensors}
     for name, tensor in tensors.items():
         base, _, last = name.rpartition("experts.")
         into = f"{base}switch_mlp."
         if last == "down_proj" and expected.get(f"{into}{last}.weight") == tensor.flat().shape:
-            made[f"{into}{last}.weight"] = made.pop(name)
+            split[f"{into}{last}.weight"] = split.pop(name)
         if last != "gate_up_proj" or not isinstance(tensor, StoredTensor):
             continue
-        stacked, (count, rows, _) = tensor.flat(), tensor.shape
+        (count, rows, columns), source = tensor.shape, made[name][0].source
         for at, part in enumerate(("gate_proj", "up_proj")):
-            parts = [stacked.part(i * rows + at * rows // 2, rows // 2) for i in range(count)]
-            joined = JoinedTensor(tuple(parts))
-            if expected.get(f"{into}{part}.weight") == joined.shape:
-                made[f"{into}{part}.weight"] = joined
-                made.pop(name, None)
-    return made
+            if expected.get(f"{into}{part}.weight") == (count * (rows // 2), columns):
+                firsts = range(at * rows // 2, count * rows, rows)
+                parts = [Made(source, first, rows // 2) for first in firsts]
+                split[f"{into}{part}.weight"] = parts
+                split.pop(name, None)
+    for name in expected:
+        before, stacked, after = name.partition("switch_mlp.")
+        number = 0
+        while stacked and (own := split.pop(f"{before}experts.{number}.{after}", None)):
+            split.setdefault(name, []).extend(own)
+            number += 1
+    return split
 
 
 def _holds_experts(name: str, expected: Mapping[str, tuple[int, ...]]) -> bool:

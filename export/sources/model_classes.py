@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -51,12 +52,14 @@ def model_module(family: str, where: str = "config") -> ModuleType:
 def model_classes(family: str, where: str = "config") -> tuple[Any, Any]:
     """mlx-lm's class of a family's language model, and that of its settings.
 
-    Where a module wraps a text model of its own, they are the text model's.
+    Where a module wraps a text model of its own, or its class's base does, they are the text
+    model's.
     """
     module = model_module(family, where)
     wraps = "text_config" in inspect.signature(module.ModelArgs).parameters
-    if wraps and hasattr(module, "TextModel") and hasattr(module, "TextModelArgs"):
-        return module.TextModel, module.TextModelArgs
+    made_in = sys.modules[module.Model.__init__.__module__]  # a subclass may add names alone
+    if wraps and hasattr(made_in, "TextModel") and hasattr(made_in, "TextModelArgs"):
+        return made_in.TextModel, made_in.TextModelArgs
     return module.Model, module.ModelArgs
 
 

@@ -54,6 +54,7 @@ class Made:
     """A part of a tensor that mlx-lm makes: rows of a checkpoint's, or all of it transposed.
 
     columns: of these rows, the first column and how many there are; None for all.
+    shift: what is added to all values, as Qwen 3.5's class adds 1 to norms.
     """
 
     source: str
@@ -61,6 +62,7 @@ class Made:
     rows: int
     transposed: bool = False
     columns: tuple[int, int] | None = None
+    shift: float = 0.0
 
 
 def tensors_made(
@@ -72,7 +74,7 @@ def tensors_made(
     `sanitize` is run on arrays that hold the numbers of their rows and columns, which take no
     memory; where experts are stacked, the arrays have few columns. Raises BundleError where it does
     anything else than to rename tensors, to split them, to join them by rows, to transpose them,
-    and to leave some out.
+    to add a number to a vector, and to leave some out.
     """
     import mlx.core as mx
 
@@ -85,7 +87,11 @@ def tensors_made(
             name: (*shape[:-1], min(_FEW, shape[-1])) if len(shape) > 1 else shape
             for name, shape in shapes.items()
         }
-    starts = dict(zip(shapes, accumulate(heights[:-1], initial=0), strict=True))
+    sizes = dict(zip(shapes, heights, strict=True))
+    # vectors first: numbers to which one is added are float32, and exact up to 2^24
+    in_order = sorted(shapes, key=lambda name: len(shapes[name]) > 1)
+    counts = accumulate((sizes[name] for name in in_order[:-1]), initial=0)
+    starts = dict(zip(in_order, counts, strict=True))
 
     def of_rows(name: str, shape: tuple[int, ...], rows: int) -> Any:
         numbers = mx.arange(rows) + starts[name]
@@ -96,17 +102,15 @@ def tensors_made(
     def of_columns(shape: tuple[int, ...]) -> Any:
         return mx.broadcast_to(mx.arange(shape[-1]), shape) if len(shape) > 1 else mx.zeros(shape)
 
-    sized = zip(shapes.items(), heights, strict=True)
-    rows_in = {name: of_rows(name, shape, rows) for (name, shape), rows in sized}
+    rows_in = {name: of_rows(name, shape, sizes[name]) for name, shape in shapes.items()}
     columns_in = {name: of_columns(shape) for name, shape in shapes.items()}
     names = {id(array): name for name, array in rows_in.items()}
     rows_out, columns_out = (_sanitized(model, arrays, where) for arrays in (rows_in, columns_in))
     made: dict[str, list[Made]] = {}
-    of_source = dict(zip(shapes, heights, strict=True))
     for name, array in rows_out.items():
         source = names.get(id(array))
         if source is not None:
-            made[name] = [Made(source, 0, of_source[source])]
+            made[name] = [Made(source, 0, sizes[source])]
             continue
         made[name] = _parts_of(array, columns_out[name], shapes, starts)
         if not made[name]:
@@ -182,36 +186,12 @@ def usual_origins(
     return origins
 
 
-def shifts(model: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, float]:
-    """What `sanitize` adds to tensors of one axis, by name: Qwen 3.5's norms, to which it adds 1.
-
-    Raises BundleError where it does not understand tensors of these shapes.
-    """
-    import mlx.core as mx
-
-    if not hasattr(model, "sanitize"):
-        return {}
-
-    def made_of(value: float) -> dict[str, Any]:
-        number = mx.array(value)
-        return {name: mx.broadcast_to(number, shape) for name, shape in shapes.items()}
-
-    from_zeros, from_ones = (_sanitized(model, made_of(value), where) for value in (0.0, 1.0))
-    numbers = {}
-    for name, array in from_zeros.items():
-        if array.ndim == 1 and name in shapes:
-            added, other = (float(values[0].item()) for values in (array, from_ones[name]))
-            if other != added + 1:
-                raise BundleError(f"{where}: mlx-lm multiplies {name}, which is not supported")
-            if added:
-                numbers[name] = added
-    return numbers
-
-
 def _parts_of(
     rows: Any, columns: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
 ) -> list[Made]:
     """The parts of tensors of which an array of numbers consists; none if it is not made so."""
+    if rows.ndim == 1:
+        return _shifted(rows, columns, shapes, starts)
     if rows.ndim not in (2, 3):
         return []
     if rows.ndim == 3 and (filters := _filters(rows, shapes, starts)):
@@ -236,6 +216,18 @@ def _parts_of(
         rows_of = int(numbers[first]) - starts[source], last - first
         parts.append(Made(source, *rows_of, columns=chosen))
     return parts
+
+
+def _shifted(
+    rows: Any, columns: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
+) -> list[Made]:
+    """The vector whose numbers these are, and what was added to it: `columns` were zeros."""
+    shift = float(columns[0].item())
+    numbers = np.array(rows) - shift
+    source = next((name for name, start in starts.items() if start == numbers[0]), "")
+    in_order = numbers[0] + np.arange(*shapes.get(source, (0,))[:1])
+    same = np.array_equal(numbers, in_order) and (np.array(columns) == shift).all()
+    return [Made(source, 0, len(numbers), shift=shift)] if same else []
 
 
 def _filters(

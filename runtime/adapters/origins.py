@@ -33,7 +33,8 @@ class Origin(NamedTuple):
     With `transposed` the checkpoint has it as (in, out), and its rows are columns there. `columns`
     are the first one, how many there are, and how many the checkpoint's has; None for all. A
     `times` above 1 stands for so many tensors, whose names have the numbers from 0 on in place of a
-    star.
+    star. Rows, or the columns where some are chosen, are `every` so many apart. A `stack` above 0
+    says that the tensor is so many matrices, as of experts, and this is the same part of each.
     """
 
     name: str
@@ -43,6 +44,8 @@ class Origin(NamedTuple):
     transposed: bool = False
     columns: tuple[int, int, int] | None = None
     times: int = 1
+    every: int = 1
+    stack: int = 0
 
     @property
     def each(self) -> tuple[Origin, ...]:
@@ -56,6 +59,11 @@ class Origin(NamedTuple):
     def across(self) -> tuple[int, int, int]:
         """The columns, where all are one."""
         return self.columns or (0, 1, 1)
+
+    @property
+    def all_rows(self) -> int:
+        """The rows of all matrices of a stack."""
+        return self.rows * (self.stack or 1)
 
 
 Origins = Mapping[str, tuple[Origin, ...]]
@@ -97,6 +105,19 @@ def together(origins: list[Origin]) -> list[Origin]:
     return origins
 
 
+def of_each(origins: list[Origin], stack: int) -> list[Origin]:
+    """One origin for parts that are the same of each matrix of a stack; none if they are not.
+
+    `origins` are parts of the tensor whose matrices lie one below the other.
+    """
+    height = origins[0].height // stack
+    part = origins[0]._replace(height=height, stack=stack)
+    if part.rows == stack * height:
+        return [part._replace(rows=height)]
+    alike = [origins[0]._replace(first=part.first + n * height) for n in range(stack)]
+    return [part] if origins == alike else []
+
+
 def origins_in(provenance: Mapping[str, Any], output: str) -> Origins:
     """The origins of a bundle's tensors, by their names here; those of the same name are left out.
 
@@ -118,7 +139,7 @@ def origins_in(provenance: Mapping[str, Any], output: str) -> Origins:
     except msgspec.ValidationError as problem:
         raise damaged(problem) from None
     for part in (part for parts in origins.values() for part in parts):
-        if not 1 <= part.times <= _MOST:
+        if not (1 <= part.times <= _MOST and 0 <= part.stack <= _MOST and part.every > 0):
             raise damaged(part)
     origins = {
         name: tuple(origin for p in parts for origin in p.each) for name, parts in origins.items()
@@ -141,10 +162,12 @@ def origins_in(provenance: Mapping[str, Any], output: str) -> Origins:
 
 def _is_tiled(parts: Iterable[Origin]) -> bool:
     """Whether parts of a tensor are all of it; raises ValueError if they cannot be its parts."""
-    top = 0
-    if len({(part.height, part.transposed, part.across[2]) for part in parts}) != 1:
+    whole = {(p.height, p.transposed, p.across[2], p.every, p.stack) for p in parts}
+    if len(whole) != 1:
         raise ValueError("parts of a tensor say different things of it")
-    by_columns = any(part.columns for part in parts)
+    top, by_columns, every = 0, any(part.columns for part in parts), whole.pop()[3]
+    if every > 1:
+        return _is_tiled_in_turn(parts, by_columns, every)
     for part in sorted(parts, key=lambda origin: origin.across[0] if by_columns else origin.first):
         other = (part.first, part.rows, part.height) if by_columns else part.across
         first, count, end = part.across if by_columns else (part.first, part.rows, part.height)
@@ -154,3 +177,20 @@ def _is_tiled(parts: Iterable[Origin]) -> bool:
             return False
         top = first + count
     return top == end
+
+
+def _is_tiled_in_turn(parts: Iterable[Origin], by_columns: bool, every: int) -> bool:
+    """The same of rows, or columns, in turn: those of each remainder are a tensor of their own."""
+    turns: dict[int, list[Origin]] = {}
+    end = 0
+    for part in parts:
+        first, count, end = part.across if by_columns else (part.first, part.rows, part.height)
+        turn = first % every
+        first, height = first // every, -(-(end - turn) // every)
+        part = part._replace(every=1)
+        if by_columns:
+            part = part._replace(columns=(first, count, height))
+        else:
+            part = part._replace(first=first, height=height)
+        turns.setdefault(turn, []).append(part)
+    return all(map(_is_tiled, turns.values())) and len(turns) == min(every, end)

@@ -58,6 +58,7 @@ SCALED = {
 }
 OF_IMAGES = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
 # where a class of mlx-lm has no setting for a size, or passes over windows
+_NEAR_0 = "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"
 OF_TYPE: dict[str, Settings] = {
     "gpt_neox": {"intermediate_size": 256},
     "gemma3_text": {"num_hidden_layers": 6},
@@ -77,7 +78,7 @@ OF_TYPE: dict[str, Settings] = {
     },
     # its norms of outputs near 0 enlarge errors of rounding: with 1e-6 transformers is as far as
     # 2e-5 from float64
-    **{name: {"rms_norm_eps": 1e-3} for name in ("olmo_hybrid", "qwen3_5_text")},
+    **{name: {"rms_norm_eps": 1e-3} for name in _NEAR_0},
     "dots1": {"n_shared_experts": 1},
     # with 0.75, three times the usual, softmax enlarges rounding to 1.1e-5
     "granitemoe": {"attention_multiplier": 0.2},

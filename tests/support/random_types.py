@@ -24,6 +24,7 @@ _IN_LLAMA_CPP: dict[str, dict[str, object]] = {
     "olmoe": {"num_key_value_heads": 4},
     "dots1": {"num_key_value_heads": 4},
     "gpt_oss": {"rope_parameters": _YARN},
+    "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
     "afmoe": {"mup_enabled": True},
     "qwen3_5": {"linear_key_head_dim": 16, "rms_norm_eps": 1e-6},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},

@@ -140,6 +140,12 @@ def test_a_model_that_also_sees_has_its_language_model_inside(
     for name, adapted in names.items():
         assert bool(re.fullmatch(config["target_modules"], name)) is adapted, name
     assert config["layers_to_transform"] is None
+    # as Muse Glimmer's, of which mlx-lm's class of the whole is the text model
+    own = open_bundle(say(folder, "provenance/model_type", bundle.manifest.family))
+    out = written(own, tmp_path / "ours", "mlx", tmp_path / "flat")
+    stored = load_file(out / "adapters.safetensors")
+    assert all(name.startswith("model.layers.2.") for name in stored)
+    check_same(read_again(own, out), adapters)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,12 @@ EXPERTS = 4  # of the tiny model
 
 
 def as_transformers_has_them(family: str, arrays: Arrays) -> Arrays:
-    """GPT-2's matrices are transposed, Granite's gate is above its up, Qwen's experts are apart."""
+    """GPT-2's matrices are transposed, Granite's gate is above its up, Qwen's experts are apart.
+
+    Granite's experts are stacked so, and gpt-oss's transposed, with gate and up in turn.
+    """
+    if family in STACKED:
+        return stacked(family, arrays)
     if family == "qwen3_moe":
         return {
             name.replace(".switch_mlp.", f".experts.{number}."): part
@@ -72,6 +78,35 @@ def as_transformers_has_them(family: str, arrays: Arrays) -> Arrays:
     return found
 
 
+STACKED = {"granitemoe": ("input_linear.weight", "output_linear.weight")}
+STACKED["gpt_oss"] = "experts.gate_up_proj", "experts.down_proj"
+
+
+def stacked(family: str, arrays: Arrays) -> Arrays:
+    both, last = STACKED[family]
+    found = {}
+    for name, value in arrays.items():
+        experts = re.fullmatch(r"(.*)\b(?:switch_mlp|experts)\.(gate|up|down)_proj\.(\w+)", name)
+        if not experts:
+            found[name] = value
+            continue
+        (base, half, kind), values = experts.groups(), [value]
+        if half == "up":
+            continue
+        if half == "gate":
+            values.append(arrays[name.replace("gate_proj", "up_proj")])
+        if kind == "weight":
+            values = [x.reshape(EXPERTS, -1, x.shape[1]) for x in values]
+        if family == "gpt_oss":
+            values = [x.swapaxes(1, -1) for x in values] if kind == "weight" else values
+            whole = np.stack(values, axis=-1).reshape(*values[0].shape[:-1], -1)
+        else:
+            whole = np.concatenate(values, axis=1)
+        suffix = "" if kind == "weight" else "_bias"
+        found[f"{base}{both if half == 'gate' else last}{suffix}"] = whole
+    return found
+
+
 def exported(folder: Path, family: str) -> tuple[Arrays, Bundle]:
     """A checkpoint's tensors by transformers' names, and a bundle of them in float32."""
     with pytest.MonkeyPatch.context() as patch:
@@ -96,10 +131,12 @@ def added_elsewhere(family: str, adapters: Adapters) -> Arrays:
     return as_transformers_has_them(family, terms)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "granitemoehybrid", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "granitemoehybrid", "qwen3_moe", "granitemoe", "gpt_oss"]
+)
 def test_what_is_added_is_added_to_the_same_rows(tmp_path: Path, rng: Rng, family: str) -> None:
     theirs, bundle = exported(tmp_path, family)
-    lora = {"targets": ("q_proj", "o_proj")} if family == "qwen3_moe" else {}
+    lora = {"targets": ("q_proj", "o_proj")} if family in (*STACKED, "qwen3_moe") else {}
     adapters = saved_adapter(bundle, rng, tmp_path / "ours", **lora)
     added = added_elsewhere(family, adapters)
     with fused_model(bundle, adapters) as model:
@@ -220,6 +257,11 @@ DAMAGED = BundleError, "damaged"
         ({"a.weight": [["c.weight", 0, 2, 4]], "b.weight": [["c.weight", 1, 2, 4]]}, *DAMAGED),
         ({"a.weight": [["c.weight", 0, 2, 2]], "b.weight": [["c.weight", 2, 2, 4]]}, *DAMAGED),
         ({"a.weight": [["c.weight", 0, 4, 4, False, [0, 0, 4]]]}, *DAMAGED),
+        ({"a.weight": [["c.weight", 0, 2, 4, False, None, 1, 0]]}, *DAMAGED),
+        ({"a.weight": [["c.weight", 0, 3, 4, False, None, 1, 2]]}, *DAMAGED),
+        ({"a.weight": [["c.weight", 1, 2, 4, False, None, 1, 2]]}, UsageError, "not all rows"),
+        ({"a.weight": [["c.weight", 0, 2, 4, False, None, 1, 1, 3]]}, UsageError, "not all rows"),
+        ({"a.weight": [["c.weight", 0, 4, 4, False, None, 1, 1, 1 << 40]]}, *DAMAGED),
     ],
 )
 def test_what_is_not_known_or_damaged_is_refused(

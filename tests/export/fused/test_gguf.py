@@ -18,6 +18,7 @@ from support.llama_names import MATRICES, NORMS, OUTSIDE, in_llamas_order
 from support.logits import apart, engine_logits
 from support.models import Rng, Tiny, adapters_of, each_family
 from support.random_types import random_bundle
+from support.runs import refuses
 
 from export.bundle import export_bundle
 from export.fused.gguf import write_gguf
@@ -152,6 +153,23 @@ def test_other_architectures_are_read_again_with_their_adapter(
     assert changed <= after.tensors.keys() and len(changed) == len(adapters.tensors) // 2
 
 
+def test_minicpm3_is_read_again_and_its_adapter_alone_refused(tmp_path: Path, rng: Rng) -> None:
+    """llama.cpp multiplies by the matrices of its attention without adapters."""
+    bundle = random_bundle(tmp_path, "minicpm3")
+    adapters = saved_adapter(bundle, rng, tmp_path / "ours")
+    write(bundle, adapters, tmp_path / "fused.gguf")
+    settings = export_settings(tmp_path / "fused.gguf", tmp_path / "again", bits=32, seq_lens=(32,))
+    again = runnable(export_bundle(settings).path)
+    tokens = rng.integers(0, bundle.manifest.vocab_size, 30)
+    expected = engine_logits(bundle, adapters, tokens)
+    assert apart(engine_logits(again, None, tokens), expected) < SAME
+    to = ("adapter", tmp_path / "ours", "--bundle", bundle.path, "--to", "gguf")
+    said = "q_a_proj without its adapter; ondevice fuse --format gguf"
+    refuses(2, said, *to, "-o", tmp_path / "no.gguf")
+    saved_adapter(bundle, rng, tmp_path / "others", targets=("o_proj", "up_proj"))
+    written(bundle, tmp_path / "others", "gguf", tmp_path / "others.gguf")
+
+
 TURNED = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
@@ -162,6 +180,7 @@ TURNED = {
     ("model_type", "change", "said"),
     [
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers"),
+        ("minicpm3", {"scale_depth": 1.0}, "scale_depth 1.0"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (

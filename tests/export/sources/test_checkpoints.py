@@ -738,11 +738,18 @@ def _joined(arrays: Arrays, count: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("preset", ["tiny-qwen3-moe", "tiny-qwen3_5_moe"])
 @pytest.mark.parametrize("spelled", [_one_by_one, _stacked, _joined])
 def test_experts_are_read_under_all_their_names(
-    tmp_path: Path, rng: np.random.Generator, spelled: Callable[..., dict[str, Any]]
+    tmp_path: Path,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    spelled: Callable[..., dict[str, Any]],
+    preset: str,
 ) -> None:
-    config, arrays = weights_of("tiny-qwen3-moe")
+    """Whether mlx-lm's class stacks them or not."""
+    monkeypatch.setitem(PRESETS, "tiny-qwen3_5_moe", tiny("qwen3_5_moe_text"))
+    config, arrays = weights_of(preset)
     written = spelled(arrays, config["num_experts"])
     assert written.keys() != arrays.keys() or spelled is _stacked
     with open_checkpoint(str(write_folder(tmp_path / "m", config, written))) as read:

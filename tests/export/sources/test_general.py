@@ -58,6 +58,7 @@ def test_layers_with_a_window_are_said_as_the_class_takes_them() -> None:
         ("qwen3_vl", "qwen3_vl_text", "qwen3"),
         ("aya_vision", "cohere2", "cohere2"),  # mlx-lm has no class for the outer model
         ("qwen3_5", "qwen3_5_text", "qwen3_5"),  # nor here for the inner one
+        ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe"),  # whose class is a subclass
     ],
 )
 def test_the_text_model_inside_has_its_own_class(outer: str, inside: str, family: str) -> None:
@@ -118,15 +119,18 @@ PUBLISHED_QWEN35 = {
 }  # fmt: skip
 
 
-def test_qwen35_is_read_as_its_makers_write_it() -> None:
-    text = {**tiny("qwen3_5_text"), **PUBLISHED_QWEN35}
-    raw = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 12}}
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_qwen35_is_read_as_its_makers_write_it(family: str) -> None:
+    text = {**tiny(f"{family}_text"), **PUBLISHED_QWEN35, "model_type": f"{family}_text"}
+    if family == "qwen3_5_moe":
+        text |= {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+    raw = {"model_type": family, "text_config": text, "vision_config": {"depth": 12}}
     config = normalise_config(raw, "x", False)
-    assert (config["model_type"], config["full_attention_interval"]) == ("qwen3_5", 4)
+    assert (config["model_type"], config["full_attention_interval"]) == (family, 4)
     positions = {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     assert config["rope_parameters"] == positions
-    assert "mtp_num_hidden_layers" in unknown_settings("qwen3_5", raw, "x")
-    assert not unread("qwen3_5", config, text, "x")
+    assert "mtp_num_hidden_layers" in unknown_settings(family, raw, "x")
+    assert not unread(family, config, text, "x")
     irregular = ["full_attention", "linear_attention"] * 2
     with pytest.raises(BundleError, match="irregular"):
         normalise_config({**raw, "text_config": {**text, "layer_types": irregular}}, "x", False)

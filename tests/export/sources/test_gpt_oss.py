@@ -37,9 +37,17 @@ def test_experts_are_read_from_blocks_and_from_transposed_floats(rng: Rng, tmp_p
     for number, tensors in enumerate((packed, floats)):
         path = tmp_path / f"{number}.safetensors"
         save_file(tensors, path)
-        found = with_experts_apart(SafetensorsFile(path).tensors)
-        assert found.keys() == expected.keys()
+        found, origins = with_experts_apart(SafetensorsFile(path).tensors)
+        assert found.keys() == origins.keys() == expected.keys()
         for name, values in expected.items():
             assert found[name].shape == values.shape
             assert np.array_equal(found[name].rows(0, len(values)), values)
             assert np.array_equal(found[name].rows(1, len(values) - 1), values[1:-1])
+        for name, (origin,) in origins.items():  # in floats, whichever the file has
+            first, rows, _ = origin.columns or (origin.first, origin.rows, 0)
+            there = floats[origin.name][..., first :: origin.every][..., :rows]
+            if origin.stack:
+                assert origin.transposed
+                assert (origin.stack, COLUMNS, origin.height) == floats[origin.name].shape
+                there = there.swapaxes(1, 2).reshape(-1, COLUMNS)
+            assert np.array_equal(there, expected[name]), name

@@ -10,7 +10,7 @@ import pytest
 from model_types.tiny import tiny
 
 from export.sources.families import build_model, normalise_config, parameter_shapes
-from export.sources.sanitize import Made, shifts, tensors_made, usual_origins
+from export.sources.sanitize import Made, tensors_made, usual_origins
 from runtime.adapters.origins import Origin
 from runtime.core.errors import BundleError
 
@@ -89,12 +89,11 @@ def test_filters_are_turned_and_norms_are_shifted() -> None:
         return {"filter": weights["f"].moveaxis(2, 1), "norm": weights["norm"] + 1.0}
 
     shapes = {"f": (5, 1, 4), "norm": (6,)}
-    assert shifts(Model(sanitize), shapes, "x") == {"norm": 1.0}
-    assert shifts(Model(lambda weights: dict(weights)), shapes, "x") == {}
-    with pytest.raises(BundleError, match="multiplies norm"):
-        shifts(Model(lambda weights: {"norm": 2 * weights["norm"]}), shapes, "x")
-    made = tensors_made(Model(lambda w: {"filter": w["f"].moveaxis(2, 1)}), shapes, "x")
-    assert made == {"filter": [Made("f", 0, 5)]}
+    made = tensors_made(Model(sanitize), shapes, "x")
+    assert made == {"filter": [Made("f", 0, 5)], "norm": [Made("norm", 0, 6, shift=1.0)]}
+    for other in (lambda v: 2 * v, lambda v: v[::-1], lambda v: v[1:], lambda v: v + v + 1.0):
+        with pytest.raises(BundleError, match="rearranges norm"):
+            tensors_made(Model(lambda w, f=other: {"norm": f(w["norm"])}), shapes, "x")
     with pytest.raises(BundleError, match="rearranges"):
         tensors_made(Model(lambda w: {"filter": w["f"][:, :, ::-1]}), shapes, "x")
 
@@ -102,9 +101,8 @@ def test_filters_are_turned_and_norms_are_shifted() -> None:
 def test_a_class_that_misses_a_tensor_is_named_with_it_and_a_way_out() -> None:
     """As those do that stack experts, of a checkpoint with a file too few."""
     said = r"Model cannot read these tensors: it asks for experts\.1\. A file .* download it again"
-    for read in (tensors_made, shifts):
-        with pytest.raises(BundleError, match=f"x: .*{said}"):
-            read(Model(lambda weights: {"all": weights["experts.1"]}), SHAPES, "x")
+    with pytest.raises(BundleError, match=f"x: .*{said}"):
+        tensors_made(Model(lambda weights: {"all": weights["experts.1"]}), SHAPES, "x")
     raw = tiny("dots1")
     config = normalise_config(raw, "x", True)
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
@@ -167,5 +165,4 @@ def test_a_tied_model_is_sanitized_more_than_once() -> None:
     shapes = parameter_shapes(model)
     shapes.pop("lm_head.weight")
     for _ in range(2):
-        assert not shifts(model, shapes, "x")
         assert tensors_made(model, shapes, "x").keys() == shapes.keys()
