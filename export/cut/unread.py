@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from export.cut.tape import Tape
 from export.cut.taps import Taps
@@ -242,7 +243,9 @@ def _checked(family: str, config: dict[str, Any], where: str) -> str:
 
 
 def _signature(family: str, config: dict[str, Any]) -> str:
-    taps = Taps(build_model(family, config), PROBE, config, cuts=False)
+    model = build_model(family, config)
+    model.update(tree_map(mx.zeros_like, model.parameters()))  # random ones differ each time
+    taps = Taps(model, PROBE, config, cuts=False)
     recorded: list[Any] = []
 
     def run(x: mx.array) -> list[mx.array]:
