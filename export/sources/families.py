@@ -145,11 +145,12 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
     make, settings = model_classes(family, where)
     mx.eval(mx.random.state)  # else lazy parameters depend on those of all models before this one
     try:
-        with as_in_transformers(config, where):
+        with as_in_transformers(config, where) as scaled:
             model = make(settings.from_dict(deepcopy(config)))
         if "partial_rotary_factor" not in arguments_of(family):
             turn_part(model, config.get("partial_rotary_factor", 1))
-        install(model, config, arguments_of(family), where)
+        if not scaled:
+            install(model, config, where)
     except (
         TypeError,
         ValueError,

@@ -237,6 +237,7 @@ def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     """Settings with those of rotary positions under the names that mlx-lm's class has for them."""
     if full.get("layer_types"):
         full.pop("full_attn_idxs", None)  # of which transformers has made these
+    full |= {key: "silu" for key in ACTIVATION if full.get(key) == "swish"}  # the same function
     if "global_head_dim" in arguments_of(family):
         full |= _of_gemma4(full, where)
     _set_positions(full, family, where)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -166,24 +166,28 @@ def longrope(scaling: dict[str, Any], base: float, dims: int, longest: int) -> t
 
 
 @contextmanager
-def as_in_transformers(config: Mapping[str, Any], where: str) -> Iterator[None]:
+def as_in_transformers(config: Mapping[str, Any], where: str) -> Iterator[list[Any]]:
     """Let the classes of mlx-lm that are built inside turn heads as transformers does.
 
-    Raises BundleError where they ask for a scaling that cannot be computed.
+    Yields a list, of the layers for which they give a scaling. Raises BundleError where it cannot
+    be computed.
     """
     from mlx_lm.models import rope_utils
 
     plain = rope_utils.initialize_rope
 
+    made: list[Any] = []
+
     def initialize(
         dims: int,
         base: float,
         traditional: bool = False,
-        scaling_config: Any = None,
-        *_: Any,
-        **__: Any,
+        scaling_config: Mapping[str, Any] | None = None,
+        max_position_embeddings: int | None = None,
     ) -> Any:
-        return _layer(dims, base, traditional, scaling_config, config, where)
+        layer = _layer(dims, base, traditional, scaling_config, config, where)
+        made.extend([layer] if scaling_config else [])
+        return layer
 
     owners = [
         module
@@ -195,7 +199,7 @@ def as_in_transformers(config: Mapping[str, Any], where: str) -> Iterator[None]:
     try:
         for owner in owners:
             setattr(owner, "initialize_rope", initialize)  # noqa: B010  a module has no such field
-        yield
+        yield made
     finally:
         for owner in owners:
             setattr(owner, "initialize_rope", plain)  # noqa: B010
@@ -260,33 +264,36 @@ def _rotary(frequencies: F32, factor: float, traditional: bool) -> Any:
     return Rope()
 
 
-def install(model: Any, config: Mapping[str, Any], known: Set[str], where: str) -> None:
-    """Scale positions where a class of mlx-lm, which is built, does it by itself or not at all.
+def install(model: Any, config: Mapping[str, Any], where: str) -> None:
+    """Scale positions in the layers that a class of mlx-lm makes by itself, with or without it.
 
     Args:
         model: it, from a configuration with a `checked_scaling`.
         config: that configuration.
-        known: the settings that the class takes.
         where: the checkpoint, for messages.
     """
     import mlx.nn as nn
     from mlx_lm.models import rope_utils
 
-    passed_over = known.isdisjoint(("rope_scaling", "rope_parameters"))
+    layers = list[tuple[Any, str, Any]]()
     for _, module in model.named_modules():
-        for name, rope in list(module.items()):
-            if isinstance(rope, rope_utils.SuScaledRoPE):
-                args = model.args
-                found = longrope(
-                    args.rope_scaling,
-                    float(args.rope_theta),
-                    rope.dim,
-                    args.max_position_embeddings,
-                )
-                module[name] = _rotary(*found, traditional=False)
-            elif isinstance(rope, nn.RoPE) and passed_over and config.get("rope_scaling"):
-                given = (rope.dims, rope.base, rope.traditional, config["rope_scaling"])
-                module[name] = _layer(*given, config, where)
+        layers += [
+            (module, name, rope)
+            for name, rope in module.items()
+            if isinstance(rope, (nn.RoPE, rope_utils.SuScaledRoPE))
+        ]
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    by_type = any(isinstance(value, dict) for value in scaling.values())
+    scales = by_type or any(isinstance(r, nn.RoPE) and r.scale != 1 for _, _, r in layers)
+    for module, name, rope in layers:
+        if isinstance(rope, rope_utils.SuScaledRoPE):
+            args = model.args
+            made = longrope(
+                args.rope_scaling, float(args.rope_theta), rope.dim, args.max_position_embeddings
+            )
+            module[name] = _rotary(*made, traditional=False)
+        elif scaling and not scales:
+            module[name] = _layer(rope.dims, rope.base, rope.traditional, scaling, config, where)
 
 
 def turn_part(model: Any, share: float) -> None:
