@@ -107,6 +107,13 @@ class HFCheckpoint(Checkpoint):
         if dropout := text.get("attention_dropout"):
             warnings.append(f"{where}: attention_dropout = {dropout} is not applied in training")
         expected = expected_shapes(family, config, where)
+        if head := self._copied_head(expected, _says_tied(raw, text)):
+            self._tensors |= head
+            config = normalise_config(raw, where, True)
+            warnings.append(
+                f"{where} says tie_word_embeddings, but mlx-lm's {family} has an output matrix of "
+                "its own: it is a copy of the embedding"
+            )
         if own_head and f"{_HEAD}.weight" not in expected:
             raise BundleError(
                 f"{folder}: {_HEAD}.weight is not the embedding, which mlx-lm's {family} always "
@@ -170,6 +177,18 @@ class HFCheckpoint(Checkpoint):
     def close(self) -> None:
         super().close()
         self._tensors.clear()
+
+    def _copied_head(
+        self, expected: Mapping[str, tuple[int, ...]], tied: bool
+    ) -> dict[str, AnyTensor]:
+        """The embedding as the output matrix of a tied model whose class cannot tie them."""
+        head = f"{_HEAD}.weight"
+        if not tied or {*expected} - self._tensors.keys() != {head}:
+            return {}
+        for name in _EMBEDDINGS:
+            if f"{name}.weight" in self._tensors:
+                return {head: self._tensors[f"{name}.weight"]}
+        return {}
 
     def _head_differs(self) -> bool:
         """Whether the output matrix has other values than the embedding, or another form."""
