@@ -284,7 +284,7 @@ def _language_model(
     made = {name: [Made(name, 0, tensor.flat().shape[0])] for name, tensor in stored.items()}
     tensors = with_experts_apart(stored)
     if not tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}:
-        made = tensors_made(model, {name: tensor.shape for name, tensor in stored.items()}, where)
+        made = _made(model, stored, tensors, expected, where)
         tensors = {name: _joined(stored, parts) for name, parts in made.items()}
     elif any(stored[name].shape != shape for name, shape in expected.items() if name in stored):
         added = shifts(model, {name: tensor.shape for name, tensor in stored.items()}, where)
@@ -309,6 +309,23 @@ def _language_model(
         )
     made = {name: parts for name, parts in made.items() if name in tensors}
     return tensors, others, _origins(stored, made, outer)
+
+
+def _made(
+    model: Any,
+    stored: Mapping[str, StoredTensor],
+    tensors: Mapping[str, AnyTensor],
+    expected: Mapping[str, tuple[int, ...]],
+    where: str,
+) -> dict[str, list[Made]]:
+    """What `sanitize` makes of the stored tensors. Raises BundleError, where few are missing so."""
+    try:
+        return tensors_made(model, {name: tensor.shape for name, tensor in stored.items()}, where)
+    except BundleError:
+        needed = {name: shape for name, shape in expected.items() if not name.startswith(_HEAD)}
+        if 2 * len(needed.keys() - tensors.keys()) < len(needed):  # they have its names already
+            check_tensors(where, needed, {name: tensor.shape for name, tensor in tensors.items()})
+        raise
 
 
 def _is_buffer(tensor: StoredTensor) -> bool:

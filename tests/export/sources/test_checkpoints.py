@@ -36,6 +36,7 @@ from export.sources.settings import (
     unknown_settings,
     used_settings,
 )
+from export.sources.source import turned
 from export.stored import QuantizedForm
 from runtime.adapters.fused import IN_CONFIG
 from runtime.adapters.origins import RENAMED
@@ -793,3 +794,15 @@ def test_a_tied_model_whose_class_cannot_tie_has_a_copy_of_the_embedding(
         np.testing.assert_array_equal(head, embedding)
         assert "it is a copy of the embedding" in " ".join(read.warnings)
         assert read.config["tie_word_embeddings"] is False
+
+
+def test_a_missing_tensor_is_named_where_the_class_would_rearrange_the_others(
+    tmp_path: Path,
+) -> None:
+    raw = tiny("qwen3_5_text")
+    shapes = expected_shapes("qwen3_5", normalise_config(raw, "x", True))
+    arrays = {name: np.ones(turned(shape)) for name, shape in shapes.items()}
+    missing = "model.layers.2.mlp.up_proj.weight"
+    del arrays[missing]
+    with pytest.raises(BundleError, match=f"1 of .* tensors are missing: {missing}"):
+        open_checkpoint(str(write_folder(tmp_path, raw, arrays)))
