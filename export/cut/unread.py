@@ -59,6 +59,11 @@ _OF_FAMILY = {"gpt_bigcode": {"multi_query": (None, True)}}  # the order of quer
 _SCALES_BY = {**dict.fromkeys(("linear", "llama3", "yarn"), "factor"), "longrope": "short_factor"}
 _WINDOWS = re.compile("window|layer_types")  # settings that transformers' class has to know
 _SAYS_WHERE = {"use_sliding_window", "layer_types", _PATTERN[1:]}  # which layers have one
+# rules for layers -> the list of layers that transformers makes of them, where it is not given
+_RULES = {
+    "no_rope_layer_interval": "no_rope_layers",
+    "global_attn_every_n_layers": "layer_types",
+}
 _CHANGES_LAYERS = re.compile("rotary|model_base")  # for which defaults have been passed over
 
 
@@ -187,8 +192,8 @@ def _is_off(key: str, value: Any, settings: Mapping[str, Any], longest: int) -> 
         return full or (alike and wide)
     if key == LOCAL_BASE:
         return full
-    if key == "no_rope_layer_interval":  # read where the layers are not listed
-        return bool(settings.get("no_rope_layers"))
+    if key in _RULES:
+        return bool(settings.get(_RULES[key]))
     if key == "use_double_wide_mlp":  # Gemma 4's, of layers with the keys and values of others
         return not settings.get("num_kv_shared_layers")
     if key == "rope_theta":

@@ -139,4 +139,6 @@ def positions(rng: Rng, config: Settings) -> Settings:
             found["long_factor"] = rng.uniform(1, 4, len(found["short_factor"])).tolist()
         return found
 
-    return {key: one(value) for key, value in scopes.items()} if scopes else one(given)
+    plain = {"sliding_attention"} if rng.random() < 0.7 else set[str]()
+    by_type = {key: value if key in plain else one(value) for key, value in scopes.items()}
+    return by_type or one(given)
