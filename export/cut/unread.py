@@ -250,7 +250,7 @@ def _other_positions(value: Any, kinds: Collection[str]) -> list[dict[str, Any]]
     number = value.get(name) if name else None
     if name is None or number in (None, 1):
         return []
-    doubled = [2 * one for one in number] if isinstance(number, list) else 2 * number
+    doubled = [2 * factor for factor in number] if isinstance(number, list) else 2 * number
     return [{**value, name: doubled}]
 
 
