@@ -9,10 +9,11 @@ refused even so: classes were found that pass over them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from export.cut.tape import Tape
 from export.cut.taps import Taps
@@ -54,8 +55,15 @@ _OTHERWISE: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False, "vision"),  # to and from images alone
 }
 _OF_FAMILY = {"gpt_bigcode": {"multi_query": (None, True)}}  # the order of queries, keys and values
+# the number by which each type of rotary positions scales most
+_SCALES_BY = {**dict.fromkeys(("linear", "llama3", "yarn"), "factor"), "longrope": "short_factor"}
 _WINDOWS = re.compile("window|layer_types")  # settings that transformers' class has to know
 _SAYS_WHERE = {"use_sliding_window", "layer_types", _PATTERN[1:]}  # which layers have one
+# rules for layers -> the list of layers that transformers makes of them, where it is not given
+_RULES = {
+    "no_rope_layer_interval": "no_rope_layers",
+    "global_attn_every_n_layers": "layer_types",
+}
 _CHANGES_LAYERS = re.compile("rotary|model_base")  # for which defaults have been passed over
 
 
@@ -127,7 +135,12 @@ def unread(
         is_known = own in known or key in config
         if is_known and not (is_window and defaults is not None and key not in defaults):
             before = before or _checked(family, config, where)
-            if _traced(family, {**config, own: another_value(key, value)}) != before:
+            others = _other_positions(config.get(own), settings.get("layer_types") or ())
+            changes = [{own: other} for other in others or [another_value(key, value)]]
+            nested = config.get("rope_parameters") or {}
+            if own in nested:  # the class reads one of both
+                changes[0]["rope_parameters"] = {**nested, **changes[0]}
+            if all(_traced(family, {**config, **change}) != before for change in changes):
                 continue
         is_own = defaults is not None and key not in defaults
         is_own = is_own and (not changes_layers or key in OF_MLX_LM.get(family, ()))
@@ -179,6 +192,8 @@ def _is_off(key: str, value: Any, settings: Mapping[str, Any], longest: int) -> 
         return full or (alike and wide)
     if key == LOCAL_BASE:
         return full
+    if key in _RULES:
+        return bool(settings.get(_RULES[key]))
     if key == "use_double_wide_mlp":  # Gemma 4's, of layers with the keys and values of others
         return not settings.get("num_kv_shared_layers")
     if key == "rope_theta":
@@ -216,6 +231,29 @@ def another_value(key: str, value: Any) -> Any:
     return None
 
 
+def _other_positions(value: Any, kinds: Collection[str]) -> list[dict[str, Any]]:
+    """Settings of rotary positions, each with another number; those of layers in `kinds` alone."""
+    if not isinstance(value, dict):
+        return []
+    scopes = {key: scope for key, scope in value.items() if isinstance(scope, dict)}
+    if scopes:
+        return [
+            {**value, key: other}
+            for key, scope in scopes.items()
+            if key in kinds
+            for other in (
+                *_other_positions(scope, ()),
+                {**scope, "rope_theta": 2 * scope.get("rope_theta", 1e4)},
+            )
+        ]
+    name = _SCALES_BY.get(str(value.get("rope_type") or value.get("type")))
+    number = value.get(name) if name else None
+    if name is None or number in (None, 1):
+        return []
+    doubled = [2 * factor for factor in number] if isinstance(number, list) else 2 * number
+    return [{**value, name: doubled}]
+
+
 def _other(value: Any) -> Any:
     swapped = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
     if isinstance(value, str):
@@ -242,7 +280,9 @@ def _checked(family: str, config: dict[str, Any], where: str) -> str:
 
 
 def _signature(family: str, config: dict[str, Any]) -> str:
-    taps = Taps(build_model(family, config), PROBE, config, cuts=False)
+    model = build_model(family, config)
+    model.update(tree_map(mx.zeros_like, model.parameters()))  # random ones differ each time
+    taps = Taps(model, PROBE, config, cuts=False)
     recorded: list[Any] = []
 
     def run(x: mx.array) -> list[mx.array]:

@@ -20,7 +20,7 @@ from export.sources.model_classes import (
     model_module,
     text_family,
 )
-from export.sources.rope import ORIGINAL_LENGTH, install, turn_part
+from export.sources.rope import ORIGINAL_LENGTH, as_in_transformers, install, turn_part
 from export.sources.sanitize import sanitized
 from export.sources.windows import layer_types
 from runtime.bundle.positions import positions_of, short_length
@@ -146,8 +146,12 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
     make, settings = model_classes(family, where)
     mx.eval(mx.random.state)  # else lazy parameters depend on those of all models before this one
     try:
-        model = make(settings.from_dict(deepcopy(config)))
-        install(model)
+        with as_in_transformers(config, where) as scaled:
+            model = make(settings.from_dict(deepcopy(config)))
+        if "partial_rotary_factor" not in arguments_of(family):
+            turn_part(model, config.get("partial_rotary_factor", 1))
+        if not scaled:
+            install(model, config, where)
     except (
         TypeError,
         ValueError,
@@ -162,8 +166,6 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
             f"{where}: {family} cannot be built from this configuration: {why}"
         ) from e
     capped.install(model)
-    if "partial_rotary_factor" not in arguments_of(family):
-        turn_part(model, config.get("partial_rotary_factor", 1))
     if hasattr(model, "sanitize"):  # in which mlx-lm drops the output matrix of tied models
         own = dict(tree_flatten(model.parameters()))
         if config.get("tie_word_embeddings", True):

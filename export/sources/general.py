@@ -14,7 +14,12 @@ from dataclasses import fields
 from typing import Any
 
 from export.sources.model_classes import arguments_of, parameters_of
-from export.sources.rope import ORIGINAL_LENGTH, checked_scaling, with_fixed_base
+from export.sources.rope import (
+    BESIDE_SCALING,
+    ORIGINAL_LENGTH,
+    checked_scaling,
+    with_fixed_base,
+)
 from export.sources.windows import FULL, SLIDING, pattern_of
 from runtime.core.errors import BundleError
 
@@ -31,8 +36,6 @@ _SAME = (
     ("hidden_size", "block_dim"),
     ("num_local_experts", "num_experts"),
 )
-# what Ministral 3 has beside a scaling of positions: a scale of queries far from the start
-_BESIDE_SCALING = ("llama_4_scaling_beta", "max_position_embeddings")
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
 LOCAL_BASE = "rope_local_base_freq"  # of layers with a window, which do not scale positions
@@ -163,6 +166,8 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
         config.setdefault("max_position_embeddings", full["n_positions"])
     if defaults.get(_TURNED[0]) is not None and _TURNED[0] in full:
         config.setdefault(_TURNED[0], full[_TURNED[0]])  # computed even where the class does not
+    if full.get("rope_scaling") and not known & {"rope_scaling", "rope_parameters"}:
+        config["rope_scaling"] = full["rope_scaling"]  # computed even where the class does not
     others = defaults.keys() - config.keys() - known - _OTHERWISE
     for key in sorted(others):  # which transformers reads
         if key in full and full[key] != defaults[key] and is_finite(full[key]):
@@ -232,6 +237,7 @@ def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
     """Settings with those of rotary positions under the names that mlx-lm's class has for them."""
     if full.get("layer_types"):
         full.pop("full_attn_idxs", None)  # of which transformers has made these
+    full |= {key: "silu" for key in ACTIVATION if full.get(key) == "swish"}  # the same function
     if "global_head_dim" in arguments_of(family):
         full |= _of_gemma4(full, where)
     _set_positions(full, family, where)
@@ -260,7 +266,7 @@ def _set_positions(full: dict[str, Any], family: str, where: str) -> None:
         if value is not None:
             full[next((name for name in names if name in known), names[0])] = value
     if whole is not None:  # a class that takes them whole
-        scope = {key: value for key, value in scope.items() if key not in _BESIDE_SCALING}
+        scope = {key: value for key, value in scope.items() if key not in BESIDE_SCALING}
     scaling = checked_scaling(scope, full, where)
     if scaling and scaling["rope_type"] == "longrope":  # Phi 3's class reads the older name
         scaling = {**scaling, "type": "longrope"}
@@ -341,6 +347,8 @@ def _one_scope(
     """The settings of rotary positions, which may be given by type of layer."""
     by_type = {key: value for key, value in nested.items() if isinstance(value, dict)}
     known = arguments_of(family)
+    if by_type:
+        _check_by_type(nested, by_type, full, where)
     if not by_type or "rope_parameters" in known:
         return {
             key: value
@@ -348,7 +356,6 @@ def _one_scope(
             if key not in by_type and not key.startswith("mrope_")  # of images
         }
     scope = dict(by_type.get(FULL) or next(iter(by_type.values())))
-    full.pop(ORIGINAL_LENGTH, None)  # which transformers does not read beside these
     plain = {"rope_type": "default", "rope_theta": scope.get("rope_theta")}
     alike = (scope, plain) if family in _SCALES_FULL_ALONE else (scope,)
     if LOCAL_BASE in known:
@@ -359,12 +366,25 @@ def _one_scope(
             f"{where}: rope_parameters of {' and '.join(unlike)} differ from {FULL}'s, which is "
             "not supported for this architecture"
         )
+    return scope
+
+
+def _check_by_type(
+    nested: dict[str, Any], by_type: dict[str, Any], full: dict[str, Any], where: str
+) -> None:
+    """Raise BundleError for settings of positions that transformers passes over by type of layer.
+
+    Another of those, the length beside them, is deleted.
+    """
+    full.pop(ORIGINAL_LENGTH, None)
     wrong = [key for key, value in nested.items() if value and key not in by_type]
-    if not scope.get("truncate", True):
-        wrong.append(f"truncate = {scope['truncate']!r}")
+    wrong += [
+        f"truncate = {scope['truncate']!r}"
+        for scope in by_type.values()
+        if not scope.get("truncate", True)
+    ]
     if wrong:
         raise BundleError(
             f"{where}: rope_parameters has {', '.join(wrong)}, which transformers does not read "
             f"where they are given by type of layer; delete it, or put it into {FULL}"
         )
-    return scope

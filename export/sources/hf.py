@@ -107,6 +107,13 @@ class HFCheckpoint(Checkpoint):
         if dropout := text.get("attention_dropout"):
             warnings.append(f"{where}: attention_dropout = {dropout} is not applied in training")
         expected = expected_shapes(family, config, where)
+        if head := self._copied_head(expected, _says_tied(raw, text)):
+            self._tensors |= head
+            config = normalise_config(raw, where, True)
+            warnings.append(
+                f"{where} says tie_word_embeddings, but mlx-lm's {family} has an output matrix of "
+                "its own: it is a copy of the embedding"
+            )
         if own_head and f"{_HEAD}.weight" not in expected:
             raise BundleError(
                 f"{folder}: {_HEAD}.weight is not the embedding, which mlx-lm's {family} always "
@@ -170,6 +177,18 @@ class HFCheckpoint(Checkpoint):
     def close(self) -> None:
         super().close()
         self._tensors.clear()
+
+    def _copied_head(
+        self, expected: Mapping[str, tuple[int, ...]], tied: bool
+    ) -> dict[str, AnyTensor]:
+        """The embedding as the output matrix of a tied model whose class cannot tie them."""
+        head = f"{_HEAD}.weight"
+        if not tied or {*expected} - self._tensors.keys() != {head}:
+            return {}
+        for name in _EMBEDDINGS:
+            if f"{name}.weight" in self._tensors:
+                return {head: self._tensors[f"{name}.weight"]}
+        return {}
 
     def _head_differs(self) -> bool:
         """Whether the output matrix has other values than the embedding, or another form."""
@@ -267,8 +286,7 @@ def _language_model(
     complete = tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}
     held = {name: shape for name, shape in expected.items() if name in stored}
     if not complete or any(stored[name].shape != shape for name, shape in held.items()):
-        shapes = {name: tensor.shape for name, tensor in stored.items()}
-        sanitized = tensors_made(model, shapes, where)
+        sanitized = _made(model, stored, tensors, expected, where)
         made, tensors = (made | sanitized, tensors) if complete else (sanitized, {})
         tensors |= {name: _joined(stored, parts) for name, parts in sanitized.items()}
     split = _split_experts(made, tensors, expected)
@@ -293,6 +311,24 @@ def _language_model(
         )
     split = {name: parts for name, parts in split.items() if name in tensors}
     return tensors, others, {**_origins(stored, split, outer), **apart}
+
+
+def _made(
+    model: Any,
+    stored: Mapping[str, StoredTensor],
+    tensors: Mapping[str, AnyTensor],
+    expected: Mapping[str, tuple[int, ...]],
+    where: str,
+) -> dict[str, list[Made]]:
+    """What `sanitize` makes of the stored tensors. Raises BundleError, where few are missing so."""
+    try:
+        return tensors_made(model, {name: tensor.shape for name, tensor in stored.items()}, where)
+    except BundleError:
+        needed = {name: shape for name, shape in expected.items() if not name.startswith(_HEAD)}
+        missing = len(needed.keys() - tensors.keys())
+        if 0 < 2 * missing < len(needed):  # the others have its names already
+            check_tensors(where, needed, {name: tensor.shape for name, tensor in tensors.items()})
+        raise
 
 
 def _is_buffer(tensor: StoredTensor) -> bool:

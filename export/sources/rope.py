@@ -8,6 +8,9 @@ hold them as constants.
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -38,6 +41,11 @@ _NEEDED = {
 }
 # settings that compute nothing: names of the type, the base (read beside it), a remark
 _NEUTRAL = frozenset({"type", "rope_type", "rope_theta", "finetuned"})
+# what Ministral 3 has beside a scaling of positions: a scale of queries far from the start
+BESIDE_SCALING = ("llama_4_scaling_beta", "max_position_embeddings")
+# settings beside a scaling that the classes of mlx-lm compute with
+_OF_CLASSES = (*BESIDE_SCALING, "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+_OWN = ("yarn", "longrope")  # computed here, since mlx-lm leaves settings of them out
 
 
 def checked_scaling(
@@ -157,48 +165,135 @@ def longrope(scaling: dict[str, Any], base: float, dims: int, longest: int) -> t
     return frequencies.astype(np.float32), grown if given is None else float(given)
 
 
-def install(model: Any) -> None:
-    """Give the layers that mlx-lm scales by YaRN or LongRoPE these frequencies in place of its own.
+@contextmanager
+def as_in_transformers(config: Mapping[str, Any], where: str) -> Iterator[list[Any]]:
+    """Let the classes of mlx-lm that are built inside turn heads as transformers does.
 
-    `model` is one of mlx-lm's, built from a configuration with a `checked_scaling`.
+    Yields a list, of the layers for which they give a scaling. Raises BundleError where it cannot
+    be computed.
+    """
+    from mlx_lm.models import rope_utils
+
+    plain = rope_utils.initialize_rope
+
+    made: list[Any] = []
+
+    def initialize(
+        dims: int,
+        base: float,
+        traditional: bool = False,
+        scaling_config: Mapping[str, Any] | None = None,
+        max_position_embeddings: int | None = None,
+    ) -> Any:
+        layer = _layer(dims, base, traditional, scaling_config, config, where)
+        made.extend([layer] if scaling_config else [])
+        return layer
+
+    owners = [
+        module
+        for path, module in [*sys.modules.items()]
+        if module is not rope_utils
+        and path.startswith("mlx_lm.models.")
+        and vars(module).get("initialize_rope") is plain
+    ]
+    try:
+        for owner in owners:
+            setattr(owner, "initialize_rope", initialize)  # noqa: B010  a module has no such field
+        yield made
+    finally:
+        for owner in owners:
+            setattr(owner, "initialize_rope", plain)  # noqa: B010
+
+
+def _layer(
+    dims: int,
+    base: float,
+    traditional: bool,
+    given: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
+    where: str,
+) -> Any:
+    """The layer that turns `dims` of each head, with a scaling as configurations have it."""
+    from mlx_lm.models import rope_utils
+
+    given = given or {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    scaling: dict[str, Any] | None = {k: v for k, v in given.items() if k not in _OF_CLASSES}
+    if kind != "proportional":  # which mlx-lm's Gemma 4 computes
+        scaling = checked_scaling(scaling or {}, dict(config), where)
+    if scaling and kind in _OWN:
+        longest = config["max_position_embeddings"]
+        own = (
+            yarn(scaling, base, dims) if kind == "yarn" else longrope(scaling, base, dims, longest)
+        )
+        return _rotary(*own, traditional)
+    share = given.get("partial_rotary_factor")
+    if scaling and kind == "proportional" and share is not None:
+        scaling["partial_rotary_factor"] = share
+    return rope_utils.initialize_rope(dims, base, traditional, scaling)
+
+
+def _rotary(frequencies: F32, factor: float, traditional: bool) -> Any:
+    """A layer that turns the first of the heads' dimensions by these frequencies.
+
+    It multiplies them by `factor` before.
     """
     import mlx.core as mx
     import mlx.nn as nn
-    from mlx_lm.models import rope_utils
 
     class Rope(nn.Module):  # type: ignore[misc]
-        """Turns the first of the heads' dimensions by these frequencies, after a multiplication."""
-
-        def __init__(self, frequencies: F32, factor: float) -> None:
+        def __init__(self) -> None:
             super().__init__()
             self._periods = mx.array(1 / frequencies)
-            self._dims, self._factor = 2 * len(frequencies), factor
+            self._dims = 2 * len(frequencies)
 
         def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-            if self._factor != 1:
-                turned = x[..., : self._dims] * self._factor
+            if factor != 1:
+                turned = x[..., : self._dims] * factor
                 x = mx.concatenate([turned, x[..., self._dims :]], axis=-1)
             return mx.fast.rope(
                 x,
                 self._dims,
-                traditional=False,
+                traditional=traditional,
                 base=None,
                 scale=1.0,
                 offset=offset,
                 freqs=self._periods,
             )
 
-    args = getattr(model, "args", None)
-    nested = getattr(args, "rope_parameters", None) or {}
-    scaling = getattr(args, "rope_scaling", None) or nested
-    base = float(getattr(args, "rope_theta", None) or nested.get("rope_theta") or 0)
+    return Rope()
+
+
+def install(model: Any, config: Mapping[str, Any], where: str) -> None:
+    """Scale positions in the layers that a class of mlx-lm makes by itself, with or without it.
+
+    Args:
+        model: it, from a configuration with a `checked_scaling`.
+        config: that configuration.
+        where: the checkpoint, for messages.
+    """
+    import mlx.nn as nn
+    from mlx_lm.models import rope_utils
+
+    layers = list[tuple[Any, str, Any]]()
     for _, module in model.named_modules():
-        for name, rope in list(module.items()):
-            if isinstance(rope, rope_utils.YarnRoPE):
-                module[name] = Rope(*yarn(scaling, base, rope.dims))
-            elif isinstance(rope, rope_utils.SuScaledRoPE):
-                longest = model.args.max_position_embeddings
-                module[name] = Rope(*longrope(scaling, base, rope.dim, longest))
+        layers += [
+            (module, name, rope)
+            for name, rope in module.items()
+            if isinstance(rope, (nn.RoPE, rope_utils.SuScaledRoPE))
+        ]
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    by_type = any(isinstance(value, dict) for value in scaling.values())
+    scales = by_type or any(isinstance(r, nn.RoPE) and r.scale != 1 for _, _, r in layers)
+    for module, name, rope in layers:
+        if isinstance(rope, rope_utils.SuScaledRoPE):
+            args = model.args
+            made = longrope(
+                args.rope_scaling, float(args.rope_theta), rope.dim, args.max_position_embeddings
+            )
+            module[name] = _rotary(*made, traditional=False)
+        elif scaling and not scales:
+            module[name] = _layer(rope.dims, rope.base, rope.traditional, scaling, config, where)
 
 
 def turn_part(model: Any, share: float) -> None:

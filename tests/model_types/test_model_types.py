@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from support.peers import run_script
 
 from export.sources.verified import CLOSE, is_verified, tried_types
 from model_types.command import NO_CLASS, NOT_COMPARED, PAGE, apart, page
-from model_types.tiny import is_model, model_types
-from model_types.trial import made_elsewhere, missing, refusal
+from model_types.drawn import Rng, drawn
+from model_types.tiny import is_model, model_types, tiny
+from model_types.trial import difference, made_elsewhere, missing, refusal
 
+DRAWN, CLOSE_DRAWN = 2, 1e-4  # models a type; some factors enlarge roundings
 COMPARED = sorted(name for name, state in tried_types().items() if isinstance(state, float))
 
 
@@ -41,3 +45,25 @@ def test_types_that_work_are_as_in_transformers(tmp_path: Path, seed: int) -> No
         if is_verified(name) and not (isinstance(state, float) and state <= CLOSE)
     }
     assert not wrong
+
+
+@pytest.mark.slow
+def test_random_settings_are_computed_as_in_transformers_or_refused(
+    tmp_path: Path, rng: Rng
+) -> None:
+    for name in [*filter(is_verified, COMPARED)] * DRAWN:
+        change = drawn(rng, name)
+        try:
+            raw = {**tiny(name, **change), "dtype": change.get("dtype", "float32")}
+        except (AttributeError, TypeError, ValueError) as problem:  # of transformers
+            print(name, change, problem)
+            continue
+        folder = tmp_path / f"{name},{len([*tmp_path.iterdir()])}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(raw))
+    run_script(("torch", "transformers"), "transformers_random.py", tmp_path, 7)
+    found = {folder.name: difference(folder) for folder in sorted(tmp_path.iterdir())}
+    print(json.dumps(found, indent=1))
+    computed = {name: state for name, state in found.items() if isinstance(state, float)}
+    assert len(computed) > len(found) // 4
+    assert not {name: apart for name, apart in computed.items() if not apart <= CLOSE_DRAWN}

@@ -36,6 +36,7 @@ from export.sources.settings import (
     unknown_settings,
     used_settings,
 )
+from export.sources.source import turned
 from export.stored import QuantizedForm
 from runtime.adapters.fused import IN_CONFIG
 from runtime.adapters.origins import RENAMED
@@ -786,3 +787,29 @@ def test_experts_that_mlx_has_quantized_keep_their_integers(tmp_path: Path) -> N
         found = whole(read, name)
         assert found.shape == arrays[name].shape
         np.testing.assert_allclose(found, np.array(expected).reshape(found.shape), atol=1e-6)
+
+
+def test_a_tied_model_whose_class_cannot_tie_has_a_copy_of_the_embedding(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    raw = tiny("glm4", tie_word_embeddings=True)
+    shapes = expected_shapes("glm4", normalise_config(raw, "x", True))
+    arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    del arrays["lm_head.weight"]
+    with open_checkpoint(str(write_folder(tmp_path, raw, arrays))) as read:
+        embedding, head = (whole(read, f"{n}.weight") for n in ("model.embed_tokens", "lm_head"))
+        np.testing.assert_array_equal(head, embedding)
+        assert "it is a copy of the embedding" in " ".join(read.warnings)
+        assert read.config["tie_word_embeddings"] is False
+
+
+def test_a_missing_tensor_is_named_where_the_class_would_rearrange_the_others(
+    tmp_path: Path,
+) -> None:
+    raw = tiny("qwen3_5_text")
+    shapes = expected_shapes("qwen3_5", normalise_config(raw, "x", True))
+    arrays = {name: np.ones(turned(shape)) for name, shape in shapes.items()}
+    missing = "model.layers.2.mlp.up_proj.weight"
+    del arrays[missing]
+    with pytest.raises(BundleError, match=f"1 of .* tensors are missing: {missing}"):
+        open_checkpoint(str(write_folder(tmp_path, raw, arrays)))

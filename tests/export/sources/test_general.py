@@ -187,6 +187,7 @@ def test_another_value_than_the_usual_is_refused() -> None:
         ("dots1", {"scoring_func": "softmax"}, False),
         ("dots1", {"scoring_func": "noaux_tc"}, True),
         ("glm4", {"rope_traditional": True}, True),
+        ("qwen3_5_text", {"hidden_act": "gelu"}, False),  # whose random decays were constants
         ("gemma4_text", {"global_partial_rotary_factor": 0.25}, True),
         ("gemma4_text", {"global_partial_rotary_factor": 0.5}, False),
         # Granite 4.0 micro, and Gemma 4 31B, which turns images alone around
@@ -202,7 +203,7 @@ def test_settings_are_found_that_a_class_passes_over(
 ) -> None:
     raw = {**tiny(model_type), **setting}
     config = normalise_config(raw, "x", not raw.get("tie_word_embeddings"))
-    assert unread(model_type, config, raw, "x") == ({} if is_read else setting)
+    assert unread(config["model_type"], config, raw, "x") == ({} if is_read else setting)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ from typing import Any, Self
 import mlx.core as mx
 import numpy as np
 import pytest
+from model_types.tiny import tiny
 from support.rotary import Rng, settings_of
 from transformers import LlamaConfig, modeling_rope_utils
 
-from export.cut.unread import refuse_unread
+from export.cut.unread import refuse_unread, unread
 from export.sources.families import build_model, normalise_config
 from export.sources.random import PRESETS
 from export.sources.rope import SETTINGS
@@ -100,3 +101,38 @@ def test_a_base_beside_the_scaling_counts() -> None:
     raw = {**PRESETS["tiny-llama"], "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}
     raw.pop("rope_scaling", None)
     assert normalise_config(raw, "x", has_lm_head=True)["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "longrope"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "cohere", "ernie4_5"])
+def test_classes_without_a_scaling_turn_heads_as_llamas_does(
+    model_type: str, kind: str, rng: Rng
+) -> None:
+    """The first has the setting, and passes over it; the others turn neighbours."""
+    x = rng.standard_normal((1, 2, 48, 16)).astype(np.float32)
+    scaling = {"rope_type": kind, "rope_theta": 1e5, **settings_of(kind, rng, 16)}
+
+    def turn(model_type: str, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        raw = tiny(model_type, rope_parameters=scaling)
+        config = normalise_config(raw, "x", True)
+        assert not unread(config["model_type"], config, raw, "x")
+        return np.array(build_model(model_type, config).layers[0].self_attn.rope(mx.array(x)))
+
+    expected = turn("llama", x)
+    if model_type != "qwen3_moe":
+        apart = np.stack(np.split(x, 2, axis=-1), axis=-1).reshape(x.shape)
+        x, expected = apart, np.stack(np.split(expected, 2, axis=-1), axis=-1).reshape(x.shape)
+    assert np.abs(turn(model_type, x) - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_a_scaling_of_one_type_of_layers_that_is_not_read_is_refused() -> None:
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 64}
+    for scaling, is_read in (({"rope_type": "linear"}, False), (yarn, True)):
+        scopes = {"full_attention": {**plain, **scaling, "factor": 4.0}, "sliding_attention": plain}
+        raw = tiny("mellum", rope_parameters=scopes, layer_types=[*scopes] * 2)
+        config = normalise_config(raw, "x", True)
+        assert bool(unread("mellum", config, raw, "x")) != is_read
+    scopes["full_attention"] = {**plain, "rope_type": "dynamic", "factor": 4.0}
+    with pytest.raises(BundleError, match="depend on the length"):
+        build_model("mellum", normalise_config(tiny("mellum", rope_parameters=scopes), "x", True))
