@@ -25,7 +25,7 @@ from runtime.arrays.products import LowRank
 from runtime.engine.model import Model
 from runtime.machine import machine_code
 from runtime.machine.compiling_process import image
-from runtime.machine.machine_code import compile_all
+from runtime.machine.machine_code import Text, compile_all
 from runtime.machine.processor import cpu_flags
 from runtime.machine.threads import prepare
 from runtime.operations import gated_kernel
@@ -47,7 +47,7 @@ def compiled_at_once() -> None:
     require_compiled()
     prepare()
     compile_all(
-        text_of(by_rows, bits, size, _scales(at), layout == "affine", registers)
+        Text(text_of, (by_rows, bits, size, _scales(at), layout == "affine", registers))
         for at, (bits, size, layout) in enumerate(SETTINGS)
         for by_rows, registers in product((False, True), REGISTERS)
     )
