@@ -149,14 +149,13 @@ def test_matrices_that_are_taken_by_columns_take_no_copy_of_a_value(tiny: Tiny, 
         assert reference.relative_error(one, expected) <= CLOSE
 
 
-@pytest.mark.parametrize("processor", ["haswell", "znver3"])
-def test_processors_without_bfloat16_read_such_scales(processor: str) -> None:
+def test_processors_without_bfloat16_read_such_scales() -> None:
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine(processor, opt=3, reloc="pic", codemodel="small")
+    machine = target.create_target_machine("haswell", opt=3, reloc="pic", codemodel="small")
     for bits, layout in product((4, 8), ("symmetric", "affine")):
         texts = (
             text_of(False, bits, 64, "bfloat16", layout == "affine", NARROW),
