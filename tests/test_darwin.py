@@ -31,7 +31,7 @@ for words in json.loads(sys.argv[1]):
     found[words[0] + words[-1]] = [code, said.getvalue(), *map(darwin.FLUSHES.count, (51, 85))]
 print(json.dumps(found))
 """
-SIZES = ["--budget=100MB", "--max-seq-length=32", "--steps=4", "--save-every=2"]
+SIZES = ["--budget=100MB", "--max-seq-length=32", "--steps=2", "--save-every=1"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS need not be imitated there")

@@ -6,7 +6,6 @@ import ast
 import re
 import tomllib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -95,43 +94,32 @@ VAGUE = {"found", "one", "it", "thing", "what", "these", "those", "some"}
 # what the words are named in: this file; and recorded results are as they were measured
 SAYS_GONE_WORDS = {"tests/test_house.py"}
 
-Rule = Callable[[ast.Module], Iterator[tuple[ast.AST, str]]]
+Found = Iterator[tuple[ast.AST, str]]
+Rule = Callable[[ast.Module], Found]
+Exceptions = dict[tuple[str, str], str]
 
 
-def refused(
-    rule: Rule,
-    paths: list[Path],
-    allowed: dict[tuple[str, str], str],
-    own: tuple[str, ...] = (),
-) -> list[str]:
-    """The places that a rule refuses, and the exceptions of `allowed` that no place needs."""
-    places, unused = [], set(allowed)
-    for path in paths:
-        name = relative(path)
-        if name.startswith(own):
-            continue
-        for node, text in rule(parsed(path.read_text())):
-            keys = {(name, text), (name, "*")} & set(allowed)
-            unused -= keys
-            if not keys:
-                places.append(f"{name}:{getattr(node, 'lineno', 0)}: {text}")
-    return places + [f"{name}: allowed, and not there: {text}" for name, text in sorted(unused)]
+def refused(rules: dict[Rule, Exceptions], *folders: str) -> list[str]:
+    """The places that a rule refuses, and its exceptions that no place needs."""
+    places, unused = [], {(rule, *key) for rule, allowed in rules.items() for key in allowed}
+    for path in modules(*folders):
+        name, tree = relative(path), parsed(path.read_text())
+        for rule, allowed in rules.items():
+            if name.startswith(OWN.get(rule, ())):
+                continue
+            for node, text in rule(tree):
+                keys = {(name, text), (name, "*")} & set(allowed)
+                unused -= {(rule, *key) for key in keys}
+                if not keys:
+                    where = f"{name}:{getattr(node, 'lineno', 0)}"
+                    places.append(f"{where}: {rule.__name__}: {text}")
+    unneeded = sorted((name, text) for _, name, text in unused)
+    return places + [f"{name}: allowed, and not there: {text}" for name, text in unneeded]
 
 
 def none(places: list[str]) -> None:
     if places:
         pytest.fail("\n".join(places), pytrace=False)
-
-
-def test_no_test_imports_another_or_a_conftest() -> None:
-    for path in modules("tests"):
-        for module in imported_modules(parsed(path.read_text())):
-            words = module.split(".")
-            of_tests = words[0] == "tests" or any(
-                word == "conftest" or word.startswith("test_") for word in words
-            )
-            shared = words[:2] in (["tests", "support"], ["tests", "oracles"])
-            assert not of_tests or shared, f"{relative(path)}: {module}"
 
 
 def test_the_arithmetic_of_every_operation_is_kept_pure() -> None:
@@ -144,40 +132,54 @@ def test_the_arithmetic_of_every_operation_is_kept_pure() -> None:
     assert {name for name in pure["source_modules"] if ".operations." in name} == expected
 
 
-def test_every_draw_of_a_test_can_be_repeated() -> None:
-    """A failure prints its seed; what is drawn without it could not be drawn again."""
-    none(refused(draws_without_the_seed, modules("tests"), UNSEEDED))
+def imports_of_tests(tree: ast.Module) -> Found:
+    """No test imports another, or a conftest."""
+    for module in imported_modules(tree):
+        words = module.split(".")
+        of_tests = words[0] == "tests" or any(
+            word == "conftest" or word.startswith("test_") for word in words
+        )
+        if of_tests and words[:2] not in (["tests", "support"], ["tests", "oracles"]):
+            yield tree, module
 
 
-def test_no_test_waits_for_a_clock() -> None:
-    """On a busy machine nothing has happened by then; what does happen can be waited for."""
-    none(refused(calls_of_sleep, modules("tests"), SLEEPING))
+def names(tree: ast.Module) -> Found:
+    """A new operation or method is a file and a line in a table: nobody else asks for its name."""
+    return names_told_apart(tree, NAMES)
+
+
+def classes(tree: ast.Module) -> Found:
+    return classes_told_apart(tree, CLASSES)
+
+
+def vague_names(tree: ast.Module) -> Found:
+    return names_among(tree, VAGUE)
+
+
+OWN: dict[Rule, tuple[str, ...]] = {names: OWN_NAMES, classes: OWN_CLASSES}
+
+
+def test_tests_import_draw_and_wait_as_they_may() -> None:
+    """A failure prints its seed: what is drawn without it could not be drawn again.
+
+    On a busy machine nothing has happened by a time; what does happen can be waited for.
+    """
+    rules: dict[Rule, Exceptions] = {
+        imports_of_tests: {},
+        draws_without_the_seed: UNSEEDED,
+        calls_of_sleep: SLEEPING,
+    }
+    none(refused(rules, "tests"))
+
+
+def test_operations_and_methods_are_told_apart_where_they_belong_and_variables_are_named() -> None:
+    none(refused({names: OTHER_MEANING, classes: {}, vague_names: {}}, *PACKAGES))
 
 
 def test_commands_write_in_one_place() -> None:
     """There control characters of rows and names are kept from a terminal."""
-    screen = ("ondevice/cli/screen.py",)
-    none(refused(calls_of_print, modules("ondevice"), {}, screen))
-
-
-def test_names_of_operations_and_methods_are_told_apart_where_they_belong() -> None:
-    """A new operation or method is a file and a line in a table: nobody else asks for its name."""
-
-    def rule(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
-        return names_told_apart(tree, NAMES)
-
-    none(refused(rule, modules(*PACKAGES), OTHER_MEANING, OWN_NAMES))
-
-
-def test_classes_of_operations_are_told_apart_where_they_belong() -> None:
-    def rule(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
-        return classes_told_apart(tree, CLASSES)
-
-    none(refused(rule, modules(*PACKAGES), {}, OWN_CLASSES))
-
-
-def test_variables_say_what_they_hold() -> None:
-    none(refused(lambda tree: names_among(tree, VAGUE), modules(*PACKAGES), {}))
+    places = refused({calls_of_print: {}}, "ondevice")
+    none([place for place in places if not place.startswith("ondevice/cli/screen.py:")])
 
 
 def test_words_that_are_gone_do_not_come_back() -> None:

@@ -15,7 +15,7 @@ import pytest
 from support.logits import engine_logits, mlx_lm_logits
 from support.models import relative
 from support.pages import README, lines_of, scripts, section, words_of
-from support.runs import ondevice, succeeds
+from support.runs import NO_OTHERS, ondevice, succeeds
 from support.shared import Shared
 from support.text_bundle import text_checkpoint
 
@@ -57,7 +57,7 @@ BAD = ('{"messages": 5}', "no JSON")
 SMALL = {
     "export": ("--seq-lens", "128", "--calibration-tokens", "512", "--skip-bad-rows"),
     "data": ("--skip-bad-rows",),
-    "train": ("--steps", "60", "--learning-rate", "1e-2", "--skip-bad-rows"),
+    "train": ("--steps", "60", "--learning-rate", "1e-2", "--skip-bad-rows", NO_OTHERS),
     "chat": ("--max-tokens", "16"),
     "fuse": ("--dtype", "float32"),
 }

@@ -21,6 +21,7 @@ from export.sources.stream import Stream
 from runtime.core.errors import BundleError
 
 Replacement = tuple[Any, str, Any]  # a module, the name of a function there, and the stand-in
+DELTA_RULE = "gated_delta_update"  # a function of mlx-lm
 # transformers' names of activations -> MLX's; the last three are one function
 _GELUS = {
     "gelu": nn.gelu,
@@ -29,11 +30,12 @@ _GELUS = {
 
 
 def stand_ins(
-    tape: Tape, model: nn.Module, config: dict[str, Any], cuts: bool
+    tape: Tape, model: nn.Module, config: dict[str, Any], cuts: bool, deltas: Sequence[Any]
 ) -> list[Replacement]:
     """The replacements under which `model` records to `tape`.
 
     cuts: whether layers have taps, which give them MASK; without, masks are noted as they are.
+    deltas: mlx-lm's modules that have the gated delta rule.
 
     A class of mlx-lm has one of MLX's two GELUs, whichever `config` names: the model runs with that
     one. So it does with the epsilon of norms, where its class has a number of its own.
@@ -43,7 +45,7 @@ def stand_ins(
         (mx.fast, "scaled_dot_product_attention", attention),
         (capped, "attention", attention),
         (Stream, "split", _split(tape)),
-        *((module, "gated_delta_update", _delta(tape)) for module in _with("gated_delta_update")),
+        *((module, DELTA_RULE, _delta(tape)) for module in deltas),
         (mx, "pad", _pad(tape)),
         (mx, "concatenate", _concatenate(tape)),
         *((nn, name, function) for name, function in activations_of(config).items()),
@@ -70,12 +72,12 @@ def activations_of(config: dict[str, Any]) -> dict[str, Callable[[mx.array], mx.
     return {} if gelu is None else dict.fromkeys(("gelu", "gelu_approx"), gelu)
 
 
-def _with(name: str) -> list[Any]:
-    """mlx-lm's modules that have a function of this name."""
+def with_delta_rule() -> list[Any]:
+    """mlx-lm's modules that have it, of those that are loaded."""
     return [
         module
         for path, module in [*sys.modules.items()]
-        if path.startswith("mlx_lm.models.") and hasattr(module, name)
+        if path.startswith("mlx_lm.models.") and hasattr(module, DELTA_RULE)
     ]
 
 

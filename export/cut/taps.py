@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from export.cut.experts import ExpertsTap
-from export.cut.stand_ins import replaced, stand_ins
+from export.cut.stand_ins import replaced, stand_ins, with_delta_rule
 from export.cut.tape import (
     MASK,
     ConvolutionCall,
@@ -281,6 +281,7 @@ class Taps:
         self.model, self.probe, self.cuts = model, probe, cuts
         self.positions: tuple[str, int] | None = None
         self.config = config
+        self._deltas = with_delta_rule()
         self.tape = Tape()
         self.path, owner, key = _longest_list(model)
         self.layers = [LayerTap.of(self, i, layer) for i, layer in enumerate(owner[key])]
@@ -314,7 +315,7 @@ class Taps:
         """Record to `tape`, with functions of MLX and mlx-lm replaced, inside the `with` block."""
         previous, self.tape = self.tape, tape
         try:
-            with replaced(stand_ins(tape, self.model, self.config, self.cuts)):
+            with replaced(stand_ins(tape, self.model, self.config, self.cuts, self._deltas)):
                 yield tape
         finally:
             self.tape = previous

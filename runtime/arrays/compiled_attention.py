@@ -31,6 +31,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,7 @@ from runtime.arrays.attention_text import ARRAYS, FIELDS, OF_PREFIX, text_of
 from runtime.arrays.compiled_products import registers
 from runtime.arrays.product_text import F32
 from runtime.arrays.products import Floats
-from runtime.machine.machine_code import Function, compile_all, load
+from runtime.machine.machine_code import Function, Text, compile_all, load
 from runtime.machine.threads import Team
 
 Lows = npt.NDArray[np.int32]
@@ -50,9 +51,8 @@ Lows = npt.NDArray[np.int32]
 
 def compile_for(caps: Iterable[float | None]) -> None:
     """Compile what attention with these caps takes, all at once."""
-    compile_all(
-        text_of(back, cap, registers().lanes) for cap in set(caps) for back in (False, True)
-    )
+    each = product((False, True), set(caps), (registers().lanes,))
+    compile_all(Text(text_of, how) for how in each)
 
 
 @dataclass(frozen=True)
@@ -167,4 +167,4 @@ def _bits(value: float) -> int:
 
 @cache
 def _work(backward: bool, cap: float | None, lanes: int) -> Function:
-    return load(text_of(backward, cap, lanes), 2)
+    return load(Text(text_of, (backward, cap, lanes)), 2)

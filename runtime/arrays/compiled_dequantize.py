@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from runtime.arrays.stored import Matrix
 from runtime.machine.llvm_code import Code, Integer, Pointer, Value
-from runtime.machine.machine_code import compile_all, function
+from runtime.machine.machine_code import Text, compile_all, function
 
 Stored = tuple[npt.NDArray[Any], ...]
 """Words (R, C * bits / 32), scales (R, G), and biases (R, G) if there are any."""
@@ -25,7 +24,6 @@ Stored = tuple[npt.NDArray[Any], ...]
 TYPES = {"float32": "float", "float16": "half", "bfloat16": "i16"}
 
 
-@cache
 def text_of(bits: int, size: int, scales: str, affine: bool) -> str:
     """The function for groups of `size` columns and scales of a type.
 
@@ -124,7 +122,8 @@ class Dequantizing:
         return values, mx.array(shift) if biases else None
 
 
-def _text(matrix: Matrix) -> str:
+def _text(matrix: Matrix) -> Text:
     scales = matrix.scales
     assert scales is not None, "a matrix in floating point is converted"
-    return text_of(matrix.bits, matrix.group_size, scales.dtype, matrix.biases is not None)
+    settings = matrix.bits, matrix.group_size, scales.dtype, matrix.biases is not None
+    return Text(text_of, settings)

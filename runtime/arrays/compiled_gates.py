@@ -15,7 +15,7 @@ from runtime.arrays.compiled_products import registers
 from runtime.arrays.products import Floats
 from runtime.arrays.vector_text import exp
 from runtime.machine.llvm_code import Code, Pointer, Value, fields, fma, minimum
-from runtime.machine.machine_code import Function, compile_all, load
+from runtime.machine.machine_code import Function, Text, compile_all, load
 from runtime.machine.threads import Team
 
 PIECE = 8192  # values that a thread takes at once
@@ -31,7 +31,7 @@ KINDS = (
 
 def compile_for(curves: Iterable[tuple[float, float]]) -> None:
     """Compile what gates with these factors take, all at once."""
-    compile_all(text_of(factors, *kind) for factors, kind in product(set(curves), KINDS))
+    compile_all(_text(factors, *kind) for factors, kind in product(set(curves), KINDS))
 
 
 def gate(team: Team, factors: tuple[float, float], parts: Sequence[Floats], y: Floats) -> None:
@@ -62,12 +62,18 @@ def _run(
 
 @cache
 def _work(factors: tuple[float, float], given: tuple[str, ...], made: tuple[str, ...]) -> Function:
-    return load(text_of(factors, given, made), 2)
+    return load(_text(factors, given, made), 2)
 
 
-def text_of(factors: tuple[float, float], given: tuple[str, ...], made: tuple[str, ...]) -> str:
+def _text(factors: tuple[float, float], given: tuple[str, ...], made: tuple[str, ...]) -> Text:
+    return Text(text_of, (factors, given, made, registers().lanes))
+
+
+def text_of(
+    factors: tuple[float, float], given: tuple[str, ...], made: tuple[str, ...], lanes: int
+) -> str:
     """The function of the named arrays: g, u and d (of y), to y, or dg and du."""
-    return Code(registers().lanes).text(_gates, factors=factors, given=given, made=made)
+    return Code(lanes).text(_gates, factors=factors, given=given, made=made)
 
 
 def _gates(

@@ -27,7 +27,7 @@ from runtime.arrays.compiled_dequantize import Mapped, Stored
 from runtime.arrays.product_text import DEPTH, F32, NARROW, WIDE, Registers, text_of
 from runtime.arrays.products import Factor, Float32Products, Floats, LowRank
 from runtime.arrays.stored import Matrix
-from runtime.machine.machine_code import Function, compile_all, load
+from runtime.machine.machine_code import Function, Text, compile_all, load
 from runtime.machine.processor import cpu_flags
 from runtime.machine.threads import prepare, team
 
@@ -62,7 +62,7 @@ class MapTiles:
         """Compile what products with them take, all at once."""
         packed = [matrix for matrix in matrices if not matrix.is_float]
         kinds = {_kind(matrix, by_rows) for matrix in packed for by_rows in (False, True)}
-        compile_all(text_of(*kind, registers()) for kind in kinds)
+        compile_all(Text(text_of, (*kind, registers())) for kind in kinds)
         prepare()
 
     def tile(
@@ -161,4 +161,4 @@ def _kind(matrix: Matrix, by_rows: bool) -> tuple[bool, int, int, str, bool]:
 def _work(
     by_rows: bool, bits: int, size: int, scales: str, affine: bool, of: Registers
 ) -> Function:
-    return load(text_of(by_rows, bits, size, scales, affine, of), 2)
+    return load(Text(text_of, (by_rows, bits, size, scales, affine, of)), 2)

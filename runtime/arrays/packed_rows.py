@@ -8,7 +8,6 @@ float32.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from runtime.arrays.compiled_dequantize import TYPES, unpacked, widened
 from runtime.arrays.stored import Matrix
 from runtime.machine.llvm_code import Code, Integer, Pointer, Variable, fma
-from runtime.machine.machine_code import compile_all, function
+from runtime.machine.machine_code import Text, compile_all, function
 
 Floats = npt.NDArray[np.float32]
 Stored = tuple[npt.NDArray[Any], ...]
@@ -115,13 +114,13 @@ def _most(matrix: Matrix) -> int:
     return max(1, AT_ONCE // matrix.group_size)
 
 
-def _text(matrix: Matrix, count: int) -> str:
+def _text(matrix: Matrix, count: int) -> Text:
     """The product of so many rows with such a matrix, in LLVM's language."""
     assert matrix.scales is not None
-    return text_of(matrix.bits, matrix.group_size, matrix.layout, matrix.scales.dtype, count)
+    settings = matrix.bits, matrix.group_size, matrix.layout, matrix.scales.dtype, count
+    return Text(text_of, settings)
 
 
-@cache
 def text_of(bits: int, size: int, layout: str, scales: str, count: int) -> str:
     """The product of so many rows, for groups of `size` columns and scales of a type."""
     settings = {"bits": bits, "size": size, "layout": layout, "dtype": scales, "count": count}

@@ -2,8 +2,9 @@
 
 LLVM runs in a process of its own (`runtime.machine.compiling_process`) the first time that a
 processor meets a text. The code stays in the user's cache folder, and this process maps it: it
-never loads LLVM, which would take 12 MB. Where that folder cannot be written, or forbids code to
-be mapped, the code is in memory (4 KB each). `llvmlite` is installed with us.
+never loads LLVM, which would take 12 MB, and mostly writes no text either (`Text`). Where that
+folder cannot be written, or forbids code to be mapped, the code is in memory (4 KB each).
+`llvmlite` is installed with us.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from runtime.core.errors import StorageError, UsageError
 from runtime.core.files import storage_errors
@@ -36,8 +37,19 @@ DIGEST_BYTES = 32
 _own: dict[str, bytes] = {}  # code that the cache folder does not keep, by its name there
 _refusals: list[str] = []  # why it does not
 
+WRITERS = ("arrays", "machine")  # folders of `runtime` in which texts are written
 NEEDED = {"avx2", "f16c", "fma"}  # which the texts' vectors become
 PROBE = "define void @probe(ptr %at) {\n  store i64 42, ptr %at\n  ret void\n}\n"
+
+
+class Text(NamedTuple):
+    """A text that `write(*settings)` returns: it is written only where its code is not there.
+
+    The code is found by these settings, and by the sources of all that writes texts.
+    """
+
+    write: Callable[..., str]
+    settings: tuple[object, ...]
 
 
 def is_built_for() -> bool:
@@ -63,7 +75,7 @@ def lacking() -> str:
     return "" if returned.value == 42 else "compiled code runs wrong"
 
 
-def compile_all(texts: Iterable[str]) -> None:
+def compile_all(texts: Iterable[str | Text]) -> None:
     """Compile the texts that this processor has not met.
 
     Raises:
@@ -74,7 +86,8 @@ def compile_all(texts: Iterable[str]) -> None:
     with _in_memory() as source:
         for text in texts:  # of which one is in memory at a time: they may have 100 KB
             if (name := _name(text)) not in names and _code(name) is None:
-                source.write(b"\0" * bool(names) + text.encode())
+                written = text if isinstance(text, str) else text.write(*text.settings)
+                source.write(b"\0" * bool(names) + written.encode())
                 names[name] = None
         source.flush()
         if names:
@@ -149,12 +162,12 @@ def _keep(made: Mapping[str, bytes]) -> None:
 
 
 @cache
-def function(text: str, arguments: int) -> Function:
-    """`load`, once for each text, which stays in memory."""
+def function(text: str | Text, arguments: int) -> Function:
+    """`load`, once for each text."""
     return load(text, arguments)
 
 
-def load(text: str, arguments: int) -> Function:
+def load(text: str | Text, arguments: int) -> Function:
     """The function that a text defines, which takes so many addresses or 64-bit integers.
 
     Raises:
@@ -206,8 +219,21 @@ def _folder() -> Path:
     return cache_folder() / "code"
 
 
-def _name(text: str) -> str:
+def _name(text: str | Text) -> str:
+    if isinstance(text, Text):
+        write = text.write
+        text = f"{write.__module__}.{write.__qualname__}{text.settings}\0{_writers()}"
     return hashlib.sha256(f"{text}\0{_setting()}".encode()).hexdigest()
+
+
+@cache
+def _writers() -> str:
+    """The SHA-256 of the sources in which texts are written: these folders import no others."""
+    digest, runtime = hashlib.sha256(), Path(__file__).parents[1]
+    for folder in WRITERS:
+        for path in sorted((runtime / folder).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @cache

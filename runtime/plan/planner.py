@@ -246,7 +246,7 @@ class Planner:
         known = (BLOCK, *self._all_levels(task))
         levels = [level for level in known if choices(level) == choices(plan.sizes)]
         made = plan
-        for level in levels or known:
+        for level in levels or known[-1:]:  # a plan without its choices only says what differs
             besides = same._process_bytes(task, same.model(task, level)) - here.process_bytes
             process = max(0, plan.process_bytes - besides)
             machine = msgspec.structs.replace(here, process_bytes=process)

@@ -16,7 +16,6 @@ from typing import Any
 
 import mlx.core as mx
 import msgspec
-import numpy as np
 
 from runtime.core.errors import BudgetError, DivergedError, InterruptedRunError, WorkerError
 from runtime.core.signals import Stop, catching_signals, cause
@@ -385,11 +384,11 @@ class Trainer:
             peak_rss_bytes=max(
                 [self.meter.peak_rss_bytes, *(step.peak_rss_bytes for step in steps)]
             ),
-            sent_bytes_per_step=round(np.mean(sent)) if sent else None,
+            sent_bytes_per_step=round(sum(sent) / len(sent)) if sent else None,
             worker_peak_bytes=self.peaks if self.team.size > 1 else (),
             received_weight_bytes=self.team.received_weight_bytes,
             mlx_peak_bytes=mx.get_peak_memory(),
-            step_s_median=float(np.median(seconds)) if seconds else None,
+            step_s_median=_median(seconds) if seconds else None,
             tokens_per_s=_per_second(sum(step.tokens for step in steps), seconds),
             scored_tokens_per_s=_per_second(sum(step.scored_tokens for step in steps), seconds),
             final_train_loss=final_loss(losses),
@@ -414,6 +413,12 @@ class Trainer:
 def _finite(value: float) -> float | None:
     """The value, or None if it is not finite, which JSON cannot say."""
     return value if math.isfinite(value) else None
+
+
+def _median(values: list[float]) -> float:
+    """The median; NumPy's would load 20 ms of masked arrays."""
+    ordered, middle = sorted(values), len(values) // 2
+    return (ordered[middle] + ordered[-1 - middle]) / 2
 
 
 def _per_second(count: int, seconds: list[float]) -> float | None:

@@ -29,8 +29,14 @@ from runtime.core.errors import BundleError, UsageError
 # --- checkpoints and settings -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", np.nan),
+        ("model.layers.1.mlp.up_proj.weight", -np.inf),
+        ("model.norm.weight", np.inf),
+    ],
+)
 def test_values_that_are_not_finite_are_refused_by_name(
     tmp_path: Path, rng: Rng, name: str, value: float
 ) -> None:
@@ -120,9 +126,7 @@ def test_a_model_in_floating_point_has_the_values_of_its_checkpoint(
     )
 
 
-@pytest.mark.parametrize(
-    ("bits", "embedding", "expected"), [(16, 4, 4), (16, None, 16), (32, 16, 16), (8, 16, 16)]
-)
+@pytest.mark.parametrize(("bits", "embedding", "expected"), [(16, None, 16), (8, 16, 16)])
 def test_the_embedding_has_the_bits_of_the_layers_unless_others_are_given(
     tmp_path: Path, bits: int, embedding: int | None, expected: int
 ) -> None:
@@ -233,7 +237,7 @@ TENSOR = "model.layers.1.mlp.up_proj"  # when it is written, others have been an
 
 @pytest.mark.parametrize(
     ("number", "moment"),
-    [(signal.SIGINT, "graphs"), (signal.SIGTERM, TENSOR), (signal.SIGHUP, "graphs")],
+    [(signal.SIGINT, "graphs"), (signal.SIGTERM, TENSOR)],
 )
 def test_interrupted_exports_leave_nothing(
     tmp_path: Path, number: signal.Signals, moment: str

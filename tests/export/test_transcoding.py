@@ -199,7 +199,7 @@ def test_options_that_nothing_uses_are_refused_where_values_are_kept(tmp_path: P
     assert not (tmp_path / "bundle").exists()
 
 
-@pytest.mark.parametrize("more", [{}, {"bits": 4}, {"bits": 8, "embedding_bits": 8}])
+@pytest.mark.parametrize("more", [{}, {"bits": 8, "embedding_bits": 8}])
 def test_the_space_that_is_asked_for_is_what_the_weights_take(
     rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:

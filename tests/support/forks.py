@@ -33,6 +33,9 @@ TRAINING = (
     "mlx.core",
     "ondevice.cli.main",
     "ondevice.cli.describe",
+    "runtime.methods.mebp",
+    "runtime.methods.zeroth.mezo",
+    "runtime.methods.zeroth.zeroth_order",
     "runtime.run.resume",
     "runtime.run.start",
 )

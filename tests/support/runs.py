@@ -141,7 +141,7 @@ def train_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list
         "data": "random:5",
         "max-seq-length": 24,
         "steps": steps,
-        "batch-size": 2,
+        "batch-size": 1,
         "budget": MUCH,  # runs in this process take what earlier tests hold besides
         "save-every": 1,
         "output": run,

@@ -360,7 +360,7 @@ def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["compare", str(bundle), "--data=random:5", "--eval-data=random:9"]
     arguments += ["--eval-rows=2", "--max-seq-length=24", "--batch-size=2", "--budget=200MB"]
-    arguments += ["--steps=mebp=20,mezo=10", "--eval-every=mebp=10,mezo=5", "--sweep-steps=3"]
+    arguments += ["--steps=mebp=8,mezo=4", "--eval-every=mebp=4,mezo=2", "--sweep-steps=2"]
     arguments += ["--learning-rates=mebp=1e-4:1e-2,mezo=1e-3", "-o", str(out)]
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTING)
     paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
@@ -378,11 +378,11 @@ def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report == json.loads((out / "compare.json").read_text())
     mebp, mezo = report["methods"]["mebp"], report["methods"]["mezo"]
-    assert mebp["curve"]["steps"]["step"] == list(range(1, 21))
-    assert [point["step"] for point in mebp["curve"]["points"]] == [0, 10, 20]
-    assert [point["step"] for point in mezo["curve"]["points"]] == [0, 5, 10]
-    assert mebp["last"]["forward_passes"] == 20 * 2 * 3  # forward, again, and the gradient
-    assert mezo["last"]["forward_passes"] == 10 * 2 * 2
+    assert mebp["curve"]["steps"]["step"] == list(range(1, 9))
+    assert [point["step"] for point in mebp["curve"]["points"]] == [0, 4, 8]
+    assert [point["step"] for point in mezo["curve"]["points"]] == [0, 2, 4]
+    assert mebp["last"]["forward_passes"] == 8 * 2 * 3  # forward, again, and the gradient
+    assert mezo["last"]["forward_passes"] == 4 * 2 * 2
     assert mebp["curve"]["points"][0]["loss"] == mezo["curve"]["points"][0]["loss"]
     assert mebp["stopped"] == mezo["stopped"] == "steps"
     names = [block["name"] for block in mezo["profile"]["blocks"]]

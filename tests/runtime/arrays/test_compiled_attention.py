@@ -23,7 +23,7 @@ from runtime.arrays.compiled_products import CompiledProducts, registers
 from runtime.arrays.vector_text import LOWEST, exp, tanh
 from runtime.machine.compiling_process import image
 from runtime.machine.llvm_code import Code, Integer, Pointer, Value, hexadecimal
-from runtime.machine.machine_code import compile_all, function
+from runtime.machine.machine_code import Text, compile_all, function
 from runtime.operations.attention_kernel import CompiledBlocks
 from runtime.operations.prefix_kernel import Prefix, Scoring
 
@@ -33,7 +33,8 @@ CAP = 30.0
 @pytest.fixture(scope="module", autouse=True)
 def compiled_at_once() -> None:
     require_compiled()
-    compile_all(text_of(*how) for how in product((False, True), (None, 2.5), REGISTERS))
+    settings = product((False, True), (None, 2.5), REGISTERS)
+    compile_all(Text(text_of, how) for how in settings)
 
 
 def curve(of: Callable[[Value], Value], x: np.ndarray) -> np.ndarray:

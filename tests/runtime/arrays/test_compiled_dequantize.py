@@ -14,7 +14,7 @@ from support.compiled import RandomMatrix, require_compiled
 from runtime.arrays.arrays import CpuArrays
 from runtime.arrays.compiled_dequantize import Dequantizing, text_of
 from runtime.arrays.dequantize import dequantize
-from runtime.machine.machine_code import compile_all
+from runtime.machine.machine_code import Text, compile_all
 from runtime.machine.onednn import INSTRUCTIONS
 from runtime.machine.processor import cpu_flags
 
@@ -28,7 +28,7 @@ def compiled_at_once() -> None:
     require_compiled()
     if not cpu_flags() & INSTRUCTIONS:
         pytest.skip("this processor does not multiply bfloat16")
-    compile_all(text_of(*key[:3], key[3] == "affine") for key in SETTINGS)
+    compile_all(Text(text_of, (*key[:3], key[3] == "affine")) for key in SETTINGS)
 
 
 @pytest.mark.parametrize(("bits", "size", "scales", "layout"), SETTINGS)

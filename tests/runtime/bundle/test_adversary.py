@@ -327,7 +327,7 @@ def test_random_changes_are_refused_or_run(
     original = manifest_of(origin.path)
     text = json.dumps(original)
     refused = 0
-    for _ in range(200):
+    for _ in range(100):
         document = json.loads(text)
         for name in ("config", "provenance"):  # free text to a reader
             if rng.random() < 0.9:
@@ -344,7 +344,7 @@ def test_random_changes_are_refused_or_run(
             refused += 1
         except Exception as problem:
             raise AssertionError(done) from problem
-    assert refused > 100
+    assert refused > 50
 
 
 @pytest.mark.parametrize(

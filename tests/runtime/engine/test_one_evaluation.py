@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -336,9 +337,8 @@ def test_in_bfloat16_gradients_lie_within_rounding_of_float64(
 @pytest.mark.parametrize(
     ("case", "evaluation"),
     [
-        pytest.param(case, evaluation, marks=() if case == "gemma4_text" else pytest.mark.slow)
-        for case in OF_TYPES
-        for evaluation in ("operation", "block")
+        pytest.param(*each, marks=() if each == ("gemma4_text", "block") else pytest.mark.slow)
+        for each in product(OF_TYPES, ("operation", "block"))
     ],
 )
 def test_other_types_and_adapted_ends_are_the_cpus(

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from support.compiled import require_compiled
 
+from runtime.arrays import (
+    attention_text,
+    compiled_dequantize,
+    compiled_gates,
+    packed_rows,
+    product_text,
+)
 from runtime.core.errors import UsageError
 from runtime.machine import compiling_process, machine_code
-from runtime.machine.machine_code import compile_all, function, lacking, why_not_kept
+from runtime.machine.machine_code import Text, compile_all, function, lacking, why_not_kept
 
 # constants that lie beside the code, which has to find them
 TABLE = """
@@ -38,7 +48,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "ondevice/code"
 
 
-def looked_up(text: str, index: int) -> int:
+def looked_up(text: str | Text, index: int) -> int:
     value = ctypes.c_int64()
     function(text, 2)(ctypes.addressof(value), index)
     return value.value
@@ -64,6 +74,61 @@ def test_code_is_compiled_once_and_again_if_it_is_damaged(
 
     monkeypatch.setattr("os.posix_spawn", nothing)
     compile_all(texts)
+
+
+def test_a_text_is_written_once_for_its_settings_and_the_sources(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrote = []
+
+    def write(first: int) -> str:
+        wrote.append(first)
+        return TABLE.format(first=first)
+
+    def looked_up_anew(first: int) -> int:
+        function.cache_clear()
+        return looked_up(Text(write, (first,)), 0)
+
+    assert [looked_up_anew(first) for first in (7, 8, 7, 8)] == [7, 8, 7, 8]
+    assert wrote == [7, 8]
+    monkeypatch.setattr(machine_code, "_writers", lambda: "changed")
+    assert looked_up_anew(7) == 7 and wrote == [7, 8, 7]
+
+
+KIND = ("g", "u", "d"), ("dg", "du")
+
+
+@pytest.mark.parametrize(
+    ("write", "settings"),
+    [
+        (product_text.text_of, (True, 4, 32, "bfloat16", True, product_text.NARROW)),
+        (attention_text.text_of, (True, 2.5, 8)),
+        (compiled_gates.text_of, ((1.5, 0.5), *KIND, 8)),
+        (compiled_dequantize.text_of, (8, 64, "float16", True)),
+        (packed_rows.text_of, (4, 64, "symmetric", "float32", 2)),
+    ],
+)
+def test_texts_follow_from_the_sources_by_which_code_is_found(
+    write: Callable[..., str], settings: tuple[object, ...]
+) -> None:
+    """All functions that run, and all that their modules import of ours."""
+    modules = set[str]()
+
+    def seen(frame: FrameType, event: str, argument: object) -> None:
+        modules.add(frame.f_globals["__name__"])
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        write(*settings)
+    finally:
+        sys.setprofile(before)
+    ours = {name for name in modules if name.startswith("runtime.")}
+    assert write.__module__ in ours and "runtime.machine.llvm_code" in ours
+    for name in sorted(ours):
+        source = Path(str(sys.modules[name].__file__)).read_text()
+        imported = re.findall(r"^from (runtime\.\w+)", source, re.MULTILINE)
+        assert {*imported} <= {f"runtime.{folder}" for folder in machine_code.WRITERS}, name
 
 
 def test_what_cannot_be_compiled_or_mapped_is_said(

@@ -82,7 +82,7 @@ class Allocated:
         self.most = max(self.most, mx.get_peak_memory() - before)
 
 
-@each_family
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])  # the others have no other graphs
 def test_graphs_allocate_what_their_workspace_says(tiny: Tiny, rng: Rng, family: str) -> None:
     """Others may need more than activations, where MLX allocates ahead or strides forbid reuse."""
     manifest = (bundle := tiny(family, seq_lens=(512,))).manifest

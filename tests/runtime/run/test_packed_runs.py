@@ -44,9 +44,10 @@ def texts(rng: Rng, count: int, most: int = 3) -> list[str]:
     return [" ".join(rng.choice(WORDS, int(rng.integers(1, most + 1)))) for _ in range(count)]
 
 
-def write(folder: Path, rng: Rng, count: int = 30) -> Path:
+def write(folder: Path, rng: Rng, most: int = 3) -> Path:
+    """30 rows of up to so many words, and 5 to evaluate."""
     folder.mkdir()
-    for name, rows in (("train", texts(rng, count)), ("valid", texts(rng, 5))):
+    for name, rows in (("train", texts(rng, 30, most)), ("valid", texts(rng, 5))):
         lines = [json.dumps({"text": row}) for row in rows]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     return folder
@@ -62,13 +63,13 @@ def samples_of(bundle: Bundle, run: Path) -> Samples:
     return Samples.of(load(TrainConfig, run / "config.toml", {}), bundle.manifest, rows)
 
 
-@pytest.mark.parametrize("options", [(), ("--batch-size=3", "--grad-accumulation=2")])
 def test_a_packed_run_is_the_dense_run_over_the_same_rows(
-    bundle: Bundle, rng: Rng, tmp_path: Path, options: tuple[str, ...]
+    bundle: Bundle, rng: Rng, tmp_path: Path
 ) -> None:
     data, run = write(tmp_path / "data", rng), tmp_path / "run"
-    succeeds(*train(bundle, data, run, "--pack", *options))
-    dense = run_dense(load(TrainConfig, run / "config.toml", {}), run, 4)
+    options = ("--batch-size=3", "--grad-accumulation=2")
+    succeeds(*train(bundle, data, run, "--pack", *options, steps=3))
+    dense = run_dense(load(TrainConfig, run / "config.toml", {}), run, 3)
     assert [one["loss"] for one in metrics_of(run)] == pytest.approx(dense.losses, rel=1e-4)
     found = evaluations_of(run)
     for when, expected in (("before", dense.before), ("after", dense.after)):
@@ -90,19 +91,11 @@ def test_the_plan_counts_what_packing_keeps_in_memory(bundle: Bundle, tmp_path: 
     assert parse_bytes(named) >= plan["minimum_bytes"]  # a refusal counts the packing too
 
 
-def test_what_is_held_out_is_not_packed(bundle: Bundle, rng: Rng, tmp_path: Path) -> None:
-    data = write(tmp_path / "data", rng)
-    found = []
-    for name, how in (("packed", "--pack"), ("unpacked", "--no-pack")):
-        succeeds(*train(bundle, data, tmp_path / name, how, steps=1))
-        found.append(evaluations_of(tmp_path / name)["before"])
-    assert found[0] == found[1]
-
-
 def test_a_packed_run_says_and_keeps_what_was_packed(
     bundle: Bundle, rng: Rng, tmp_path: Path
 ) -> None:
-    data, run = write(tmp_path / "data", rng), tmp_path / "run"
+    """Rows of a word need the bundle's shortest length; packed they get more."""
+    data, run = write(tmp_path / "data", rng, most=1), tmp_path / "run"
     given = train(bundle, data, run, "--pack")
     given.remove(LONGEST)
     done = succeeds(*given)
@@ -111,6 +104,9 @@ def test_a_packed_run_says_and_keeps_what_was_packed(
     assert packing["rows"] == summary["data"]["train"]["kept"] == 30
     assert packing["length"] == 32, "the bundle's longest length up to 256"
     assert packing["padding"] < packing["unpacked_padding"]
+    held_out = ("eval", bundle.path, f"--data={data / 'valid.jsonl'}", LONGEST)
+    unpacked = json_of(*held_out, by=here)  # what is held out is not packed
+    assert evaluations_of(run)["before"]["loss"] == pytest.approx(unpacked["loss"], rel=1e-6)
     assert f"packed: 30 rows in {packing['sequences']} sequences of up to 32 tokens" in done.stderr
     samples = samples_of(bundle, run)
     seen = [
@@ -150,11 +146,11 @@ def test_killed_and_resumed_is_the_same(
     bundle: Bundle, rng: Rng, tmp_path: Path, method: str
 ) -> None:
     data, whole, killed = write(tmp_path / "data", rng), tmp_path / "whole", tmp_path / "killed"
-    options = ("--pack", f"--method={method}", "--batch-size=2", "--grad-accumulation=2")
-    more = ("--save-every=2", "--eval-every=3", "--seed=4")
-    succeeds(*train(bundle, data, whole, *options, *more, steps=5))
-    moment = f"step {int(rng.integers(1, 6))}"
-    killed_and_resumed(killed, moment, train(bundle, data, killed, *options, *more, steps=5))
+    options = ("--pack", f"--method={method}", "--grad-accumulation=2", "--seed=4")
+    words = (*options, "--save-every=2", "--eval-every=3")
+    succeeds(*train(bundle, data, whole, *words))
+    moment = f"step {int(rng.integers(1, 5))}"
+    killed_and_resumed(killed, moment, train(bundle, data, killed, *words))
     check_same(killed, whole)
 
 
@@ -168,19 +164,3 @@ def test_plans_count_what_packing_takes(bundle: Bundle) -> None:
     assert 0 <= most[0] - most[1] <= 4 * 32 * plans[0]["lanes"]
     layers = [p["blocks"][1]["backward_bytes"] for p in plans]
     assert layers[0] - layers[1] == 4 * 32
-
-
-def test_the_usual_length_is_what_packing_begins_with(
-    bundle: Bundle, rng: Rng, tmp_path: Path
-) -> None:
-    """Rows of a few tokens need the bundle's shortest length; packed they get more."""
-    data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"text": "abc"}))
-    lengths = []
-    for how in ("--pack", "--no-pack"):
-        run = tmp_path / how
-        given = train(bundle, data, run, how, steps=1)
-        given.remove(LONGEST)
-        succeeds(*given)
-        lengths.append(json.loads((run / "plan.json").read_text())["bucket"])
-    assert lengths == [32, 16]

@@ -33,7 +33,8 @@ from runtime.plan.planner import THREAD_BYTES, Planner
 from runtime.run.budget import training
 from runtime.run.team import Team
 
-EVALUATED = {"eval_data": "random:3", "eval_rows": 3, "eval_every": 2}
+STEPS = 2
+EVALUATED = {"eval_data": "random:3", "eval_rows": 3, "eval_every": 1, "batch_size": 2}
 CASES: dict[str, dict[str, Any]] = {
     "full": {"method": "mezo", "parallel": "data=2"},
     "mezo": {"method": "mezo", "parallel": "perturb=2"},
@@ -49,7 +50,7 @@ def halves(bundle: Path, shared: Shared) -> list[Path]:
 
 
 def train_on(bundles: list[Path], run: Path, **options: object) -> Path:
-    words = [train_arguments(each, run, 4, **EVALUATED, **options) for each in bundles]
+    words = [train_arguments(each, run, STEPS, **EVALUATED, **options) for each in bundles]
     done = mpirun(*[["-m", "ondevice", *each] for each in words])
     assert done.returncode == 0, done.stderr
     return run
@@ -72,9 +73,8 @@ def test_halves_make_the_run_of_whole_bundles(
         whole = train_on([bundle, bundle], tmp_path / "whole", **options)
     else:  # as workers of whole bundles, so does one make the same bits
         whole = tmp_path / "whole"
-        succeeds(
-            *train_arguments(bundle, whole, 4, **EVALUATED, **{**options, "parallel": "data=1"})
-        )
+        options = {**options, "parallel": "data=1"}
+        succeeds(*train_arguments(bundle, whole, STEPS, **EVALUATED, **options))
     assert [line["loss"] for line in metrics_of(run)] == [
         line["loss"] for line in metrics_of(whole)
     ]

@@ -66,7 +66,7 @@ def test_labels_are_those_of_the_dense_model(
 def test_a_model_that_has_learnt_its_answers_gets_all_right(bundle: Bundle, tmp_path: Path) -> None:
     data, run = write(tmp_path / "valid.jsonl", list(ANSWERS.items())), tmp_path / "run"
     succeeds(
-        *("train", bundle.path, f"--data={data}", f"--output={run}", "--steps=25"),
+        *("train", bundle.path, f"--data={data}", f"--output={run}", "--steps=15"),
         *("--batch-size=3", "--learning-rate=1e-2", "--budget=400MB", "--save-every=0", NO_OTHERS),
         by=here,
     )

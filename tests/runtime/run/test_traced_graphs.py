@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,12 +30,15 @@ from runtime.run.traced_graphs import with_graphs
 
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Another user's machine: an empty cache folder, which is returned, and no GPU.
+    """Another user's machine: a cache folder without graphs, which is returned, and no GPU.
 
     There graphs would be traced for it, and those of a CPU have other last bits.
     """
+    known = cache_folder() / "code"  # what LLVM has compiled takes long to make
     monkeypatch.setattr(traced_graphs, "automatic_device", lambda: "cpu")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if known.exists():
+        shutil.copytree(known, cache_folder() / "code")
     return tmp_path / "cache" / "ondevice"
 
 
