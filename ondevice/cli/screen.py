@@ -1,5 +1,7 @@
 """All that a command writes: results on stdout, notes on stderr, and a line of progress below.
 
+Prose is folded at 80 columns, on stderr in a terminal only: logs are searched by lines. Data, and
+commands to copy, stay as they are.
 Text from data can hold control characters. A terminal would obey them, so it is shown them escaped;
 files and pipes get the text as it is.
 """
@@ -16,7 +18,7 @@ from runtime.core.control_characters import escaped
 from runtime.core.signals import surviving_hangup
 
 REDRAWN_S = 0.05  # a line of progress is drawn again no sooner
-USUAL_COLUMNS = 80  # of a terminal that does not say
+COLUMNS = 80  # of prose, and of a terminal that does not say
 BAR = 10  # columns of a bar, where it fits
 _CLEAR = "\x1b[2K\r"
 
@@ -28,12 +30,14 @@ class _Progress:
     drawn_at: float | None = None
 
 
-def out(text: str = "", end: str = "\n", *, coloured: bool = False) -> None:
+def out(text: str = "", end: str = "\n", *, is_data: bool = False, coloured: bool = False) -> None:
     """Print a result on stdout, without a line of progress before it.
 
-    coloured: the text has colours of ours, and what comes from data is escaped already.
+    is_data: its lines are not folded. coloured: it is data with colours of ours, in which what
+    comes from elsewhere is escaped already.
     """
     _clear()
+    text = text if is_data or coloured else folded(text)
     sys.stdout.write((text if coloured else _shown(text, sys.stdout)) + end)
     sys.stdout.flush()
 
@@ -42,7 +46,7 @@ def out(text: str = "", end: str = "\n", *, coloured: bool = False) -> None:
 def note(text: str, end: str = "\n") -> None:
     """Print a line on stderr, above the line of progress."""
     _clear()
-    sys.stderr.write(_shown(text, sys.stderr) + end)
+    sys.stderr.write((folded(escaped(text)) if sys.stderr.isatty() else text) + end)
     sys.stderr.flush()
     _draw()
 
@@ -61,6 +65,19 @@ def progress(parts: Sequence[str] = (), share: float = 0.0) -> None:
         _clear()
     elif _Progress.drawn_at is None or time.monotonic() - _Progress.drawn_at >= REDRAWN_S:
         _draw()
+
+
+def folded(text: str) -> str:
+    """The text with lines in at most COLUMNS columns; words and paths stay whole."""
+    return "\n".join(line if len(line) <= COLUMNS else _folded(line) for line in text.split("\n"))
+
+
+def _folded(line: str) -> str:
+    from textwrap import fill
+
+    indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+    whole_words = {"break_on_hyphens": False, "break_long_words": False}
+    return fill(line, COLUMNS, subsequent_indent=indent, **whole_words)
 
 
 def fitted(parts: Sequence[str], share: float, columns: int) -> str:
@@ -94,4 +111,4 @@ def _shown(text: str, stream: TextIO) -> str:
 
 
 def _columns() -> int:
-    return os.get_terminal_size(sys.stderr.fileno()).columns or USUAL_COLUMNS
+    return os.get_terminal_size(sys.stderr.fileno()).columns or COLUMNS

@@ -28,6 +28,7 @@ import msgspec
 from runtime.config.shared import DATA_FILE
 from runtime.core.errors import DataError, StorageError
 from runtime.core.files import flush, flush_path
+from runtime.core.units import first_of
 from runtime.data.fields import Recognised, recognise
 from runtime.data.loss_mask import Row, row_of
 from runtime.data.records import READERS, TEXT, encoding_of, not_text, records, suffix_of
@@ -35,7 +36,6 @@ from runtime.data.report import DataReport
 from runtime.data.rows import HEADER, MAGIC, VERSION
 from runtime.data.source import Reading
 from runtime.data.text_encoder import TextEncoder, load_encoder
-from runtime.data.unread import unknown
 
 CHUNK_CHARS = 2**16
 MAX_CHUNK_CHARS = 2**20
@@ -133,8 +133,9 @@ class Reader:
                     self.report.drop(NOT_EMBEDDED)
                     continue
                 yield self._counted(row, "plain text")
-        for left_out in sorted(self._unknown):
-            self.report.warn(f"{self.file.name}: {left_out}")
+        if self._unknown:
+            shown = first_of(sorted(self._unknown))
+            self.report.warn(f"{self.file.name}: the tokenizer has no token for {shown}")
 
     def _packed(self) -> Iterator[Row]:
         self._how.clear()  # the file is read twice where rows are held out
@@ -148,7 +149,7 @@ class Reader:
                 raise not_text(self.file, encoding, error) from error
 
     def _encoded(self, text: str) -> list[int]:
-        self._unknown.update(unknown(text, self.encoder))
+        self._unknown.update(self.encoder.unknown_in(text))
         return self.encoder.encode(text)
 
     def _record_rows(self) -> Iterator[Row]:
