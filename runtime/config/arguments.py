@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from runtime.config.base import Config, Group, type_of
+from runtime.config.base import Config, Group, expanded, type_of
 
 
 class Once(argparse.Action):
@@ -70,7 +70,7 @@ def add_arguments(
     other = places[Group.OTHER]
     other.add_argument(
         "--config",
-        type=Path,
+        type=path,
         action=Once,
         metavar="FILE",
         help="TOML file of options, named with _ for -; flags win over it",
@@ -78,6 +78,11 @@ def add_arguments(
     other.add_argument("--json", action="store_true", help="print the result as JSON")
     other.add_argument("-h", "--help", action="help", help="show this text and exit")
     return places
+
+
+def path(text: str) -> Path:
+    """The path that was typed."""
+    return Path(expanded(text))
 
 
 def usage(cls: type[Config]) -> str:

@@ -277,7 +277,14 @@ def _normal(setting: Field[Any], value: Any) -> Any:
     """A valid value, converted to the field's type."""
     if setting.type in ("float", "float | None") and value is not None:
         return float(value)
+    if setting.metadata["check"] is FILLED and value is not None:
+        return expanded(value)
     return tuple(value) if isinstance(value, list) else value
+
+
+def expanded(path: str) -> str:
+    """A path with the user's folder for ~/, which the shell leaves as it is in --output=~/run."""
+    return str(Path(path).expanduser()) if path.startswith("~/") else path
 
 
 def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:

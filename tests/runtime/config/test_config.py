@@ -183,6 +183,18 @@ def test_a_refusal_says_what_is_usual() -> None:
         load(TrainConfig, None, {**TRAIN, "warmup_steps": 9, "steps": 5})
 
 
+def test_a_tilde_that_the_shell_leaves_is_the_user_s_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.toml").write_text("steps = 3\noutput = '~/run'\n")
+    typed = ["train", "~/b", "--data=~/d", "--config=~/c.toml", "--adapter=~user/a"]
+    namespace = whole_parser("train").parse_args(typed)
+    made = load(TrainConfig, namespace.config, arguments.given(namespace, TrainConfig))
+    assert (made.bundle, made.data) == (f"{tmp_path}/b", f"{tmp_path}/d")
+    assert (made.output, made.adapter) == (f"{tmp_path}/run", "~user/a")
+
+
 def test_text_in_a_file_is_not_taken_for_a_number(tmp_path: Path) -> None:
     file = tmp_path / "train.toml"
     file.write_text('bundle = "b"\ndata = "d"\nsteps = "9"\n')
