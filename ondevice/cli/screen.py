@@ -1,7 +1,7 @@
 """All that a command writes: results on stdout, notes on stderr, and a line of progress below.
 
-Prose is folded at 80 columns, on stderr in a terminal only: logs are searched by lines. Data, and
-commands to copy, stay as they are.
+A terminal is shown prose in lines of at most 80 columns. Files and pipes get lines whole, since
+programs read them line by line; data, and commands to copy, stay whole everywhere.
 Text from data can hold control characters. A terminal would obey them, so it is shown them escaped;
 files and pipes get the text as it is.
 """
@@ -37,8 +37,7 @@ def out(text: str = "", end: str = "\n", *, is_data: bool = False, coloured: boo
     comes from elsewhere is escaped already.
     """
     _clear()
-    text = text if is_data or coloured else folded(text)
-    sys.stdout.write((text if coloured else _shown(text, sys.stdout)) + end)
+    sys.stdout.write((text if coloured else _shown(text, sys.stdout, is_data)) + end)
     sys.stdout.flush()
 
 
@@ -46,7 +45,7 @@ def out(text: str = "", end: str = "\n", *, is_data: bool = False, coloured: boo
 def note(text: str, end: str = "\n") -> None:
     """Print a line on stderr, above the line of progress."""
     _clear()
-    sys.stderr.write((folded(escaped(text)) if sys.stderr.isatty() else text) + end)
+    sys.stderr.write(_shown(text, sys.stderr) + end)
     sys.stderr.flush()
     _draw()
 
@@ -106,8 +105,10 @@ def _clear() -> None:
         _Progress.drawn_at = None
 
 
-def _shown(text: str, stream: TextIO) -> str:
-    return escaped(text) if stream.isatty() else text
+def _shown(text: str, stream: TextIO, is_data: bool = False) -> str:
+    if not stream.isatty():
+        return text
+    return escaped(text) if is_data else folded(escaped(text))
 
 
 def _columns() -> int:

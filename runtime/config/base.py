@@ -72,7 +72,7 @@ def _in_megabytes(text: str) -> str:
 
 
 MOST = 1_000_000_000  # of steps, rows, tokens, seconds: more is a slip
-MOST_TOKENS = 1 << 24  # of a row
+MOST_TOKENS = 1 << 20  # of a row, as manifests have them
 COUNT = Check(lambda value: 1 <= value <= MOST, f"1 or more, at most {MOST:,}")
 NOT_NEGATIVE = Check(lambda value: 0 <= value <= MOST, f"0 or more, at most {MOST:,}")
 SEED = Check(lambda value: value >= 0, "a whole number from 0 to 2^63 - 1")

@@ -50,7 +50,7 @@ _LENGTHS = ", ".join(
 )
 GENERAL, NO_DATA = "general", "none"  # of --also-evaluate
 _FILLED = Check(lambda names: all(map(str.strip, names)), "names that are not empty")
-RATE = between(1e-12, 100, f"usual are {_RATES}; larger ones leave nothing of a model")
+RATE = between(1e-12, 1e4, f"usual are {_RATES}; larger ones leave nothing of a model")
 EPSILON = between(
     1e-7, 1, "usual is 0.001, and float32 loses smaller changes than 1e-07 of values near 1"
 )
@@ -220,6 +220,11 @@ class TrainConfig(StepConfig, DataOptions):
         if unseen and not self.eval_every:
             need = f"{' and '.join(unseen)} {'needs' if len(unseen) == 1 else 'need'} eval_every"
             problems.append(f"{need}: the held-out loss is measured only then")
+        if self.patience and self.steps is not None and self.eval_every > self.steps:
+            problems.append(
+                f"eval_every {self.eval_every} > steps {self.steps}: nothing is evaluated before "
+                "the end, so patience would have no effect"
+            )
         if self.min_delta and not self.patience:
             problems.append("min_delta needs patience: nothing else compares with it")
         refuse(type(self), problems)
