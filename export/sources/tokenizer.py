@@ -125,7 +125,8 @@ def tokenizer_warnings(
         )
     named = {**settings, **from_json(files.get(GENERATION, b"{}"))}
     for key in _IDS:
-        numbers = named.get(key) if isinstance(named.get(key), list) else [named.get(key)]
+        given = named.get(key)
+        numbers = given if isinstance(given, list) else [given]
         if beyond := [n for n in numbers if isinstance(n, int) and not -1 <= n < embedded]:
             warnings.append(
                 f"{key} is {', '.join(map(str, beyond))}, and the model embeds {embedded} tokens: "

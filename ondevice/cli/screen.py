@@ -72,11 +72,11 @@ def folded(text: str) -> str:
 
 
 def _folded(line: str) -> str:
-    from textwrap import fill
+    from textwrap import TextWrapper
 
-    indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
-    whole_words = {"break_on_hyphens": False, "break_long_words": False}
-    return fill(line, COLUMNS, subsequent_indent=indent, **whole_words)
+    folding = TextWrapper(COLUMNS, break_on_hyphens=False, break_long_words=False)
+    folding.subsequent_indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+    return folding.fill(line)
 
 
 def fitted(parts: Sequence[str], share: float, columns: int) -> str:

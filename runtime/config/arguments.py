@@ -13,9 +13,7 @@ from runtime.config.base import Config, Group, expanded, type_of
 class Once(argparse.Action):
     """Stores a flag's value, and refuses a second one, of which no order should decide."""
 
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, word: Any
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, word: Any = None) -> None:
         before = getattr(namespace, self.dest, None)
         if before is not None:
             metavar = str(self.metavar)

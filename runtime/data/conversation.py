@@ -54,9 +54,9 @@ def cleaned(value: Any, nulls: bool = True) -> Any:
 
 def as_text(value: object) -> object:
     """A number as its text, as a table's cell would hold it; other values stay as they are."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_number = is_number and abs(value) < math.inf  # of which no table's cell would be
-    return json.dumps(value) if is_number else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return json.dumps(value) if abs(value) < math.inf else value  # no cell would hold infinity
 
 
 def checked_messages(messages: object, words: Collection[str] = ()) -> Messages:
