@@ -91,9 +91,9 @@ def _checked_head(file: Path, more: Mapping[bytes, tuple[str, str]]) -> bytes:
     """The first bytes of a file. Raises DataError where they are of a file of another kind."""
     with file.open("rb") as opened:
         head = opened.read(_HEAD_BYTES)
-    for mark, (what, way_out) in {**_OTHERS, **more}.items():
+    for mark, (kind, way_out) in {**_OTHERS, **more}.items():
         if head.startswith(mark):
-            raise DataError(f"{file} is {what}; {way_out}")
+            raise DataError(f"{file} is {kind}; {way_out}")
     if head[257:262] == b"ustar":
         raise DataError(f"{file} is an archive (tar); {_UNPACK}")
     if suffix_of(file) != TEXT and head.lstrip().lower().startswith(_PAGES):

@@ -36,7 +36,7 @@ UNBOUND = f"import runtime.config.base as base; base._problems = lambda *_: []; 
 def latest(arguments: Sequence[object]) -> list[str]:
     """The words of a command without flags that come again later, with which a test varies them."""
     parts: list[list[str]] = []
-    for word in map(str, arguments):
+    for word in ["--output" if word == "-o" else word for word in map(str, arguments)]:
         flag = parts[-1][0] if parts and len(parts[-1]) == 1 else ""
         if flag.startswith("--") and "=" not in flag and not word.startswith("--"):
             parts[-1].append(word)  # its value, or what follows a switch
