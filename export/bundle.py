@@ -71,7 +71,7 @@ def export_bundle(
     try:
         tokenizer = checkpoint.tokenizer_files()
         embedded = checkpoint.config["vocab_size"]
-        odd = tokenizer_warnings(tokenizer, embedded)
+        odd = tokenizer_warnings(tokenizer, embedded, checkpoint.given)
         odd += unverified(checkpoint, config.unverified)
         for text in (*checkpoint.warnings, *odd):
             note(warning(text))

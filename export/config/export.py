@@ -10,7 +10,7 @@ from runtime.config.base import (
     COUNT,
     FILLED,
     INCREASING,
-    NOT_NEGATIVE,
+    SEED,
     Check,
     Config,
     Group,
@@ -51,7 +51,7 @@ class ExportConfig(DataOptions, BudgetOptions):
     unverified: bool = option(
         False, "export a model type whose results have not been compared with transformers'"
     )
-    seed: int = option(0, "seed of the weights of random:PRESET; else unused", NOT_NEGATIVE)
+    seed: int = option(0, "seed of the weights of random:PRESET; else unused", SEED)
     bits: int | None = choice(
         None,
         "bits per weight of the linear layers: quantized (4, 8) or floats (16, 32); without it, "

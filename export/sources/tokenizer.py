@@ -7,7 +7,7 @@ a folder without tokenizer.json, and the end token that only a tokenizer's class
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,12 @@ HUB_FILES = (
     *(_WORDS, _MERGES, *_PIECES, *_OTHERS),
 )
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+# numbers of tokens in a model's settings, and what follows where there are no such tokens
+_IDS = {
+    "eos_token_id": "no answer ends with it",
+    "bos_token_id": "no text begins with it",
+    "pad_token_id": "nothing is padded with it here, and elsewhere it fails",
+}
 _SHOWN = 3  # tokens in a message
 
 
@@ -80,12 +86,15 @@ def folder_tokenizer(folder: Path, end_ids: object = None) -> dict[str, bytes]:
     return files
 
 
-def tokenizer_warnings(files: dict[str, bytes], embedded: int) -> list[str]:
+def tokenizer_warnings(
+    files: dict[str, bytes], embedded: int, settings: Mapping[str, Any] = {}
+) -> list[str]:
     """What is odd about a tokenizer, in words.
 
     Args:
         files: of the tokenizer, by name.
         embedded: how many tokens the model embeds.
+        settings: the model's, which may name tokens too.
     """
     if VOCABULARY not in files:
         return []
@@ -114,6 +123,16 @@ def tokenizer_warnings(files: dict[str, bytes], embedded: int) -> list[str]:
             f"its files give {len(moved)} tokens other numbers than they get, as in transformers: "
             f"{first.content!r:.40} is {first.number}, and not {stated[first.content]}"
         )
+    named = {**settings, **from_json(files.get(GENERATION, b"{}"))}
+    for key in _IDS:
+        given = named.get(key)
+        numbers = given if isinstance(given, list) else [given]
+        if beyond := [n for n in numbers if isinstance(n, int) and not -1 <= n < embedded]:
+            warnings.append(
+                f"{key} is {', '.join(map(str, beyond))}, and the model embeds {embedded} tokens: "
+                f"{_IDS[key]}; correct it in config.json and generation_config.json, and export "
+                "again"
+            )
     if "eos_token" not in special.named:
         warnings.append(
             "the tokenizer names no eos_token: rows of text and completions end without one, so "

@@ -21,15 +21,19 @@ from runtime.machine.backend import prepare
 prepare()  # before MLX is loaded
 
 
+from runtime.bundle.store import Bundle  # noqa: E402
 from runtime.config.methods import METHODS  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
 from runtime.core.errors import OnDeviceError  # noqa: E402
 from runtime.data.rows import RANDOM_ROWS, RandomRows  # noqa: E402
 from runtime.data.samples import Samples  # noqa: E402
 from runtime.machine.footprint import Meter  # noqa: E402
+from runtime.machine.machine import Machine  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.protocol import Start, method  # noqa: E402
-from runtime.run.budget import training_machine  # noqa: E402
+from runtime.plan.plan import Plan  # noqa: E402
+from runtime.plan.planner import Planner  # noqa: E402
+from runtime.run.budget import training, training_machine  # noqa: E402
 from runtime.run.lora import to_train  # noqa: E402
 from runtime.run.session import open_checked, open_session  # noqa: E402
 from runtime.run.start import plan_training  # noqa: E402
@@ -71,8 +75,18 @@ def steps(config: TrainConfig, scratch: Path) -> dict[str, Any]:
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "budget_bytes": plan.budget_bytes,
         "plan": plan.to_json(),
+        "kept_in_use_bytes": _kept(bundle, config, machine, plan),
         "machine_value": msgspec.to_builtins(machine),
     }
+
+
+def _kept(bundle: Bundle, config: TrainConfig, machine: Machine, plan: Plan) -> int:
+    """The bytes of the activations that a plan keeps, without what the heap holds beside them."""
+    if not any(plan.kept):
+        return 0
+    task = training(config, bundle.manifest).task
+    model = Planner(bundle.manifest, machine).model(task, plan.sizes)
+    return model.live_bytes_keeping(plan.blocks, plan.kept) - plan.live_bytes
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -96,8 +96,8 @@ def _extra(bundle: Path, measured: Process) -> dict[str, Any]:
     alive = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes
     planned_for = msgspec.convert(measured["machine_value"], Machine)
     backward = plan.gradient_bytes > 0
-    kept = plan.kept_bytes / (1 + planned_for.heap.share_of_kept)
-    fixed = plan.process_bytes + alive + int(kept) + plan.materialized_bytes
+    kept = measured["kept_in_use_bytes"]
+    fixed = plan.process_bytes + alive + kept + plan.materialized_bytes
     wider = wider_bytes(manifest, plan.bucket, plan.value_bytes)
     fixed += int(planned_for.heap.share_of_wider * wider * (2 if backward else 1))
     return {
@@ -107,7 +107,7 @@ def _extra(bundle: Path, measured: Process) -> dict[str, Any]:
             "share": float(max(0, on_heap)),
             "share_of_backward": float(max(0, on_heap)) if backward else 0.0,
             "share_of_logits": float(4 * plan.bucket * plan.chunk_rows) if backward else 0.0,
-            "share_of_kept": kept,
+            "share_of_kept": float(kept),
         },
         "mapped": plan.mapped_value_bytes >= LONG_VALUE_BYTES,
         "machine": measured["machine_value"],

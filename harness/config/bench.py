@@ -13,7 +13,9 @@ from typing import ClassVar
 from runtime.config.base import (
     COUNT,
     FILLED,
-    NOT_NEGATIVE,
+    MOST,
+    MOST_TOKENS,
+    SEED,
     Check,
     Config,
     is_size,
@@ -23,7 +25,7 @@ from runtime.config.base import (
 
 PLANS = ("budget", "paper")
 COMPUTE_DTYPES = ("float32", "bfloat16")
-_SMALLEST = re.compile(r"(?:(?P<times>[0-9]+(?:\.[0-9]+)?)x)?min")
+_SMALLEST = re.compile(r"(?:(?P<times>[0-9]{1,4}(?:\.[0-9]+)?)x)?min")
 
 
 def _parts(text: str) -> tuple[str, ...]:
@@ -37,7 +39,8 @@ def _once(text: str) -> bool:
 
 def _are_lengths(text: str) -> bool:
     parts = _parts(text)
-    return _once(text) and all(p.isascii() and p.isdecimal() and int(p) > 0 for p in parts)
+    short = all(p.isascii() and p.isdecimal() and len(p) <= len(str(MOST_TOKENS)) for p in parts)
+    return _once(text) and short and all(1 <= int(p) <= MOST_TOKENS for p in parts)
 
 
 def times_smallest(budget: str) -> float | None:
@@ -47,7 +50,7 @@ def times_smallest(budget: str) -> float | None:
 
 
 MODEL_NAMES = Check(_once, "names, each once")
-LENGTHS = Check(_are_lengths, "whole numbers above 0, each once")
+LENGTHS = Check(_are_lengths, f"whole numbers from 1 to {MOST_TOKENS:,}, each once")
 _PLANS = Check(
     lambda text: _once(text) and {*_parts(text)} <= {*PLANS}, "budget, paper or budget,paper"
 )
@@ -63,7 +66,10 @@ _RUNS = Check(
     lambda runs: bool(runs) and all(run.strip() for run in runs), "one or more run directories"
 )
 _PAGE = Check(lambda name: name.endswith(".html"), "a name that ends in .html")
-_TIMED = Check(lambda value: value >= 2, "2 or more: the first step of a process is not timed")
+_TIMED = Check(
+    lambda value: 2 <= value <= MOST,
+    f"2 or more, at most {MOST:,}: the first step of a process is not timed",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,27 +82,34 @@ class BenchConfig(Config):
     bundles: str = option(
         "bundles", "directory of the bundles, which are exported when first needed", FILLED
     )
-    models: str | None = option(None, "models, as a,b (else the benchmark's own)", MODEL_NAMES)
+    models: str | None = option(
+        None, "models, as a,b (else the benchmark's own)", MODEL_NAMES, metavar="NAMES"
+    )
     seq_lens: str | None = option(
-        None, "tokens per row, as 128,256 (else the benchmark's own)", LENGTHS
+        None, "tokens per row, as 128,256 (else the benchmark's own)", LENGTHS, metavar="N,N,..."
     )
     plans: str = option(
-        "budget,paper", "memory plans: budget (ours), paper (as MeBP's paper), or both", _PLANS
+        "budget,paper",
+        "memory plans: budget (ours), paper (as MeBP's paper), or both",
+        _PLANS,
+        metavar="NAMES",
     )
     budget: str | None = option(
         None,
         "budgets of our plan, as 1GB,min,2xmin; min: the smallest that fits (else the "
         "benchmark's own)",
         _BUDGETS,
+        metavar="SIZE,SIZE,...",
     )
     compute_dtype: str = option(
         "float32",
         "what our plan computes products in: float32, bfloat16 or float32,bfloat16",
         _COMPUTE_DTYPES,
+        metavar="NAMES",
     )
     steps: int = option(3, "steps of each process; the first is not timed", _TIMED)
     repeats: int = option(2, "fresh processes of each variant, which run in turn", COUNT)
-    seed: int = option(0, "seed of the random rows", NOT_NEGATIVE)
+    seed: int = option(0, "seed of the random rows", SEED)
     python: str | None = option(
         None,
         "for peers: an interpreter that has torch and peft; for generation: one that has llama_cpp "
@@ -104,7 +117,7 @@ class BenchConfig(Config):
         FILLED,
     )
     peers: str | None = option(
-        None, "for peers: the programs to run, as ours,torch-float32", MODEL_NAMES
+        None, "for peers: the programs to run, as ours,torch-float32", MODEL_NAMES, metavar="NAMES"
     )
     output: str | None = option(None, "JSON file to write (else NAME.json)", FILLED)
 
@@ -160,8 +173,11 @@ class DoctorConfig(Config):
         None,
         "with --bench: other shapes than the usual three, named as for `ondevice bench`",
         MODEL_NAMES,
+        metavar="NAMES",
     )
-    seq_lens: str | None = option(None, "with --bench: tokens per row (default: 256)", LENGTHS)
+    seq_lens: str | None = option(
+        None, "with --bench: tokens per row (default: 256)", LENGTHS, metavar="N,N,..."
+    )
     output: str = option("doctor.json", "with --bench: JSON file to write", FILLED, metavar="FILE")
 
 

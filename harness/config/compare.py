@@ -7,15 +7,15 @@ Some options can differ between methods. They are one text: "500" is for every m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, TypeVar
 
 from runtime.config.base import (
+    COUNT,
     FILLED,
     NOT_NEGATIVE,
+    SEED,
     Check,
     Group,
     choice,
@@ -23,6 +23,7 @@ from runtime.config.base import (
     output_option,
     refuse,
     required,
+    rise,
     up_to,
 )
 from runtime.config.lora import LoraOptions
@@ -38,6 +39,7 @@ from runtime.config.shared import (
     trainable_field,
     valid_split_field,
 )
+from runtime.config.train import EPSILON, LOSS, RATE
 from runtime.config.zeroth_order import MOST_QUERIES
 
 
@@ -78,6 +80,7 @@ def search_of(method: str) -> Search:
 
 
 T = TypeVar("T")
+_BY_METHOD = "VALUE|NAME=VALUE,..."
 EVAL_EVERY = 50
 _SWEEP_STEPS = ",".join(f"{name}={search_of(name).sweep_steps}" for name in METHODS)
 SEARCHED = {"learning_rate": "learning_rates", "epsilon": "epsilons"}  # training option: ours
@@ -117,20 +120,24 @@ def _all_fit(text: str, read: Callable[[str], Any], fits: Callable[[Any], bool])
 
 
 _COUNTS = Check(
-    lambda text: _all_fit(text, int, lambda count: count >= 1),
+    lambda text: _all_fit(text, int, COUNT.allows),
     "1 or more for each method, such as 500 or mebp=500,mezo=4000",
-)
-_GRIDS = Check(
-    lambda text: _all_fit(
-        text, _values, lambda values: all(a < b for a, b in pairwise((0, *values, math.inf)))
-    ),
-    "numbers above 0 for each method, each larger than the one before it, such as 1e-4:3e-4 or "
-    "mebp=1e-4:3e-4,mezo=1e-5",
 )
 _NAMES = Check(
     lambda text: len({*text.split(",")} & {*METHODS}) == len(text.split(",")),
     f"some of {','.join(METHODS)}, each once",
 )
+
+
+def _grids(each: Check) -> Check:
+    """The condition on values to try, of which each must be allowed."""
+    return Check(
+        lambda text: _all_fit(
+            text, _values, lambda values: all(map(each.allows, values)) and rise(values)
+        ),
+        "numbers above 0 for each method, each larger than the one before it, such as 1e-4:3e-4 or "
+        f"mebp=1e-4:3e-4,mezo=1e-5; each {each.wanted}",
+    )
 
 
 def _searched(option: str) -> str:
@@ -154,7 +161,7 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     output: str = output_option("compare", "directory of the comparison", "DIR")
     methods: str = option(",".join(USUAL), "methods to compare", _NAMES, metavar="NAMES")
     steps: str | None = option(
-        None, "most steps of each method: 500, or mebp=500,mezo=4000", _COUNTS
+        None, "most steps of each method: 500, or mebp=500,mezo=4000", _COUNTS, metavar=_BY_METHOD
     )
     max_seconds: float = option(
         0.0, "most training seconds of each method (0: no limit)", NOT_NEGATIVE
@@ -174,9 +181,7 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
         "forward-passes",
         "seconds",
     )
-    target_loss: float = option(
-        0.0, "held-out loss at which a method is done (0: none)", NOT_NEGATIVE
-    )
+    target_loss: float = option(0.0, "held-out loss at which a method is done (0: none)", LOSS)
     pack: bool = pack_field()
     batch_size: int = option(
         1, "rows per step; with --pack sequences of rows", up_to(MOST_ROWS), Group.TRAINING
@@ -198,6 +203,7 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
         "so many that each method is evaluated at most 20 times)",
         _COUNTS,
         Group.EVALUATION,
+        metavar=_BY_METHOD,
     )
     eval_rows: int = option(
         0, "rows per evaluation (0: all; one if random)", NOT_NEGATIVE, Group.EVALUATION
@@ -205,22 +211,22 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
     parallel: str | None = parallel_field(
         "data", processes="of each training, which are started by mpirun,"
     )
-    seed: int = option(
-        0, "seed of the order of rows and of the noise", NOT_NEGATIVE, Group.TRAINING
-    )
+    seed: int = option(0, "seed of the order of rows and of the noise", SEED, Group.TRAINING)
     learning_rates: str = option(
         _searched("learning_rate"),
         "rates that a sweep tries before a method runs, as 1e-4:3e-4 for all or mezo=1e-6:1e-5; "
         "the better half goes on for twice as many steps, until one is left; a single rate needs "
         "no sweep; methods that are not named keep their default",
-        _GRIDS,
+        _grids(RATE),
         Group.SWEEP,
+        metavar=_BY_METHOD,
     )
     epsilons: str = option(
         _searched("epsilon"),
         "sizes of a perturbation that a sweep tries with each rate",
-        _GRIDS,
+        _grids(EPSILON),
         Group.SWEEP,
+        metavar=_BY_METHOD,
     )
     sweep_steps: str | None = option(
         None,
@@ -229,6 +235,7 @@ class CompareConfig(BundleConfig, LoraOptions, DataOptions):
         "of the run)",
         _COUNTS,
         Group.SWEEP,
+        metavar=_BY_METHOD,
     )
     sweep_rows: int = option(
         0, "rows per evaluation of a trial (0: as --eval-rows)", NOT_NEGATIVE, Group.SWEEP

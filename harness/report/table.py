@@ -7,10 +7,15 @@ from dataclasses import dataclass
 
 from runtime.core.control_characters import in_markup
 
+COLUMNS = 80  # of a line of text
+
 
 @dataclass(frozen=True)
 class Table:
-    """Cells under a heading; the first `left` columns are words, the others numbers."""
+    """Cells under a heading; the first `left` columns are words, the others numbers.
+
+    As text, columns for which a line has no room follow below, beside the first one again.
+    """
 
     title: str
     rows: Sequence[tuple[str, ...]]
@@ -18,15 +23,21 @@ class Table:
 
     def text(self) -> str:
         """Aligned columns."""
-        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if index < self.left else cell.rjust(width)
-                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in self.rows
+        columns = [
+            [cell.ljust(width) if index < self.left else cell.rjust(width) for cell in column]
+            for index, column in enumerate(zip(*self.rows, strict=True))
+            for width in [max(map(len, column))]
         ]
-        return "\n".join([f"{self.title}:", *lines])
+        first, *others = columns
+        parts, room = [[first]], COLUMNS - len(first[0])
+        for column in others:
+            room -= len(column[0]) + 2
+            if room < 0 and len(parts[-1]) > 1:
+                parts.append([first])
+                room = COLUMNS - len(first[0]) - len(column[0]) - 2
+            parts[-1].append(column)
+        lines = [("  ".join(row).rstrip() for row in zip(*part, strict=True)) for part in parts]
+        return "\n".join([f"{self.title}:", "\n\n".join(map("\n".join, lines))])
 
     def html(self) -> str:
         """A <table> under its heading."""

@@ -22,28 +22,12 @@ if TYPE_CHECKING:
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"  # as terminals understand it
 MARKS = ("\u27e6", "\u27e7")  # around scored text, where there are no colours
-COLUMNS = 80
 ALL_VALUES = 1 << 40  # a tile of this many values or more is no tile
 
 
 def printable(value: object) -> str:
     """A value of a document from elsewhere, without characters that a terminal would obey."""
     return "".join(char if char.isprintable() else "?" for char in str(value))
-
-
-def folded(text: str) -> str:
-    """The text with lines of prose in at most COLUMNS columns; words and paths stay whole.
-
-    Lines that are indented stay as they are: they show data.
-    """
-    from textwrap import TextWrapper
-
-    folding = TextWrapper(
-        COLUMNS, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
-    )
-    return "\n".join(
-        line if line.startswith(" ") else folding.fill(line) for line in text.splitlines()
-    )
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
@@ -238,13 +222,11 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ("scratch files on disk", format_bytes(plan["scratch_disk_bytes"])),
     ]
     lines = [
-        folded(
-            f"sequence bucket of {plan['bucket']} tokens, "
-            f"{counted(plan['rows'], 'sequence')} per batch, "
-            f"{counted(plan['accumulation'], 'batch', 'batches')} per step"
-        ),
-        folded(f"tiles: {_tiles(plan)}"),
-        folded(f"products in {plan['compute_dtype']}{_dequantizing(plan)}"),
+        f"sequence bucket of {plan['bucket']} tokens, "
+        f"{counted(plan['rows'], 'sequence')} per batch, "
+        f"{counted(plan['accumulation'], 'batch', 'batches')} per step",
+        f"tiles: {_tiles(plan)}",
+        f"products in {plan['compute_dtype']}{_dequantizing(plan)}",
         _table(table),
     ]
     if per_block:

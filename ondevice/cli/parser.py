@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ondevice.cli.commands import COMMANDS, Command, CommandGroup
-from runtime.config.arguments import add_arguments, usage
+from runtime.config.arguments import Once, add_arguments, path, usage
 from runtime.config.base import Group
 from runtime.core.errors import UsageError
 from runtime.core.version import __version__
@@ -21,8 +20,8 @@ a first run:
   ondevice generate bundle --adapter run --prompt "Once upon a time"
 
 `ondevice COMMAND --help` shows a command's options.
-exit codes: 0 done, 2 wrong usage, 3 memory budget, 4 bad bundle or data, 5 storage,
-130 interrupted by Ctrl-C, SIGTERM or SIGHUP, 1 anything else
+exit codes: 0 done, 2 wrong usage, 3 memory budget, 4 bad bundle or data,
+5 storage, 130 interrupted by Ctrl-C, SIGTERM or SIGHUP, 1 anything else
 """
 
 
@@ -124,7 +123,8 @@ def _add_command(
         groups[Group.MAIN].add_argument(
             "--resume",
             metavar="RUN",
-            type=Path,
+            type=path,
+            action=Once,
             help="go on with an interrupted run, with its own settings, or with a finished one and "
             "more --steps or --epochs; only these, --patience, --budget, --device and --parallel "
             "may be given beside it, and the bundle, where it has moved",

@@ -1,5 +1,7 @@
 """All that a command writes: results on stdout, notes on stderr, and a line of progress below.
 
+A terminal is shown prose in lines of at most 80 columns. Files and pipes get lines whole, since
+programs read them line by line; data, and commands to copy, stay whole everywhere.
 Text from data can hold control characters. A terminal would obey them, so it is shown them escaped;
 files and pipes get the text as it is.
 """
@@ -16,7 +18,7 @@ from runtime.core.control_characters import escaped
 from runtime.core.signals import surviving_hangup
 
 REDRAWN_S = 0.05  # a line of progress is drawn again no sooner
-USUAL_COLUMNS = 80  # of a terminal that does not say
+COLUMNS = 80  # of prose, and of a terminal that does not say
 BAR = 10  # columns of a bar, where it fits
 _CLEAR = "\x1b[2K\r"
 
@@ -28,13 +30,14 @@ class _Progress:
     drawn_at: float | None = None
 
 
-def out(text: str = "", end: str = "\n", *, coloured: bool = False) -> None:
+def out(text: str = "", end: str = "\n", *, is_data: bool = False, coloured: bool = False) -> None:
     """Print a result on stdout, without a line of progress before it.
 
-    coloured: the text has colours of ours, and what comes from data is escaped already.
+    is_data: its lines are not folded. coloured: it is data with colours of ours, in which what
+    comes from elsewhere is escaped already.
     """
     _clear()
-    sys.stdout.write((text if coloured else _shown(text, sys.stdout)) + end)
+    sys.stdout.write((text if coloured else _shown(text, sys.stdout, is_data)) + end)
     sys.stdout.flush()
 
 
@@ -63,6 +66,19 @@ def progress(parts: Sequence[str] = (), share: float = 0.0) -> None:
         _draw()
 
 
+def folded(text: str) -> str:
+    """The text with lines in at most COLUMNS columns; words and paths stay whole."""
+    return "\n".join(line if len(line) <= COLUMNS else _folded(line) for line in text.split("\n"))
+
+
+def _folded(line: str) -> str:
+    from textwrap import TextWrapper
+
+    folding = TextWrapper(COLUMNS, break_on_hyphens=False, break_long_words=False)
+    folding.subsequent_indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+    return folding.fill(line)
+
+
 def fitted(parts: Sequence[str], share: float, columns: int) -> str:
     """The first of the parts in so many columns, after a bar where there is room for one."""
     line = parts[0][:columns]
@@ -89,9 +105,11 @@ def _clear() -> None:
         _Progress.drawn_at = None
 
 
-def _shown(text: str, stream: TextIO) -> str:
-    return escaped(text) if stream.isatty() else text
+def _shown(text: str, stream: TextIO, is_data: bool = False) -> str:
+    if not stream.isatty():
+        return text
+    return escaped(text) if is_data else folded(escaped(text))
 
 
 def _columns() -> int:
-    return os.get_terminal_size(sys.stderr.fileno()).columns or USUAL_COLUMNS
+    return os.get_terminal_size(sys.stderr.fileno()).columns or COLUMNS

@@ -7,7 +7,32 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from runtime.config.base import Config, Group, type_of
+from runtime.config.base import Config, Group, expanded, type_of
+
+
+class Once(argparse.Action):
+    """Stores a flag's value, and refuses a second one, of which no order should decide."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, word: Any = None) -> None:
+        before = getattr(namespace, self.dest, None)
+        if before is not None:
+            metavar = str(self.metavar)
+            takes_several = metavar == "NAMES" or ("," in metavar and metavar[0] != "{")
+            more = f"; give several together, as {before},{values}" * takes_several
+            parser.error(
+                f"{word} is given twice, as {before} and as {values}{more or '; give one'}"
+            )
+        setattr(namespace, self.dest, values)
+
+
+class _Switch(argparse.BooleanOptionalAction):
+    """Turns an option on, or with --no- before its name off, and refuses both together."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, word: Any = None) -> None:
+        before = getattr(namespace, self.dest, None)
+        super().__call__(parser, namespace, values, word)
+        if before not in (None, getattr(namespace, self.dest)):
+            parser.error(f"{' and '.join(self.option_strings)} are given together; give one")
 
 
 def add_arguments(
@@ -36,19 +61,26 @@ def add_arguments(
                 *flags, dest=setting.name, metavar=metavar, action="append", **options
             )
         elif setting.type in ("bool", "bool | None"):
-            place.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
+            place.add_argument(*flags, action=_Switch, **options)
         else:
-            place.add_argument(*flags, dest=setting.name, metavar=_metavar(setting), **options)
+            metavar = _metavar(setting)
+            place.add_argument(*flags, dest=setting.name, metavar=metavar, action=Once, **options)
     other = places[Group.OTHER]
     other.add_argument(
         "--config",
-        type=Path,
+        type=path,
+        action=Once,
         metavar="FILE",
         help="TOML file of options, named with _ for -; flags win over it",
     )
     other.add_argument("--json", action="store_true", help="print the result as JSON")
     other.add_argument("-h", "--help", action="help", help="show this text and exit")
     return places
+
+
+def path(text: str) -> Path:
+    """The path that was typed."""
+    return Path(expanded(text))
 
 
 def usage(cls: type[Config]) -> str:

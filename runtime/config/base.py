@@ -10,8 +10,7 @@ in it are relative to the working directory.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
@@ -72,17 +71,30 @@ def _in_megabytes(text: str) -> str:
     return f"; did you mean {text.strip()}MB?" if meant else ""
 
 
-COUNT = Check(lambda value: value >= 1, "1 or more")
-NOT_NEGATIVE = Check(lambda value: 0 <= value < math.inf, "0 or more")
-ABOVE_ZERO = Check(lambda value: 0 < value < math.inf, "a number above 0")
+MOST = 1_000_000_000  # of steps, rows, tokens, seconds: more is a slip
+MOST_TOKENS = 1 << 20  # of a row, as manifests have them
+COUNT = Check(lambda value: 1 <= value <= MOST, f"1 or more, at most {MOST:,}")
+NOT_NEGATIVE = Check(lambda value: 0 <= value <= MOST, f"0 or more, at most {MOST:,}")
+SEED = Check(lambda value: value >= 0, "a whole number from 0 to 2^63 - 1")
 SMALLEST_PLAIN_BYTES = 1_000_000  # that a number without a unit can mean
 MOST_SHOWN = 100  # characters of a wrong value in a message
 FILLED = Check(lambda value: bool(value.strip()), "a name that is not empty")
 SIZE = Check(is_size, "a size such as 300MB, 1.5GB or 512MiB", _in_megabytes)
 INCREASING = Check(
-    lambda values: 0 < len(values) <= 64 and all(a < b for a, b in pairwise((0, *values))),
-    "at most 64 whole numbers above 0, each larger than the one before it",
+    lambda values: 0 < len(values) <= 64 and rise((0, *values, MOST_TOKENS + 1)),
+    f"at most 64 whole numbers from 1 to {MOST_TOKENS:,}, each larger than the one before it",
 )
+
+
+def rise(values: Sequence[float]) -> bool:
+    """Whether each value is larger than the one before it."""
+    return all(a < b for a, b in pairwise(values))
+
+
+def between(least: float, most: float, usual: str, *, or_zero: bool = False) -> Check:
+    """The condition on a number that it has a size that computes something, or is 0."""
+    wanted = f"{'0, or ' * or_zero}from {least:g} to {most:g}; {usual}"
+    return Check(lambda value: least <= value <= most or (or_zero and value == 0), wanted)
 
 
 def up_to(most: int) -> Check:
@@ -265,7 +277,14 @@ def _normal(setting: Field[Any], value: Any) -> Any:
     """A valid value, converted to the field's type."""
     if setting.type in ("float", "float | None") and value is not None:
         return float(value)
+    if setting.metadata["check"] is FILLED and value is not None:
+        return expanded(value)
     return tuple(value) if isinstance(value, list) else value
+
+
+def expanded(path: str) -> str:
+    """A path with the user's folder for ~/, which the shell leaves as it is in --output=~/run."""
+    return str(Path(path).expanduser()) if path.startswith("~/") else path
 
 
 def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import MISSING, dataclass
 
-from runtime.config.base import COUNT, NOT_NEGATIVE, Check, Group, option, refuse
+from runtime.config.base import COUNT, NOT_NEGATIVE, SEED, Check, Group, between, option, refuse
 from runtime.config.shared import BudgetOptions, adapter_field, bundle_field, device_field
 
 _SHARE = Check(lambda value: 0 < value <= 1, "a number above 0, at most 1")
 _PART = Check(lambda value: 0 <= value <= 1, "a number from 0 to 1")
-_SEED = Check(lambda value: value >= 0, "a whole number from 0 to 2^63 - 1")
-_WARM = Check(lambda value: 0 <= value < math.inf, "a number of 0 or more")
+_WARM = between(0, 100, "usual are 0.5 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +48,7 @@ class GenerationConfig(BudgetOptions):
         _PART,
         Group.SAMPLING,
     )
-    seed: int = option(0, "seed of the random numbers", _SEED, Group.SAMPLING)
+    seed: int = option(0, "seed of the random numbers", SEED, Group.SAMPLING)
     device: str = device_field()
 
     def __post_init__(self) -> None:

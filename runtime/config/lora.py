@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from runtime.adapters.lora import ALL_LAYERS, ALL_LINEAR, MOST_ALPHA, MOST_RANK
-from runtime.config.base import COUNT, Check, Config, Group, option
+from runtime.config.base import COUNT, Check, Config, Group, between, option
 
 
 def layer_names(text: str) -> tuple[str, ...]:
@@ -32,11 +32,11 @@ TARGETS = Check(
     "all-linear, or names of layers such as q_proj,v_proj",
 )
 RANK = Check(lambda rank: 1 <= rank <= MOST_RANK, f"1 to {MOST_RANK}")
-ALPHA = Check(lambda alpha: 0 < alpha <= MOST_ALPHA, f"a number above 0, at most {MOST_ALPHA:,.0f}")
+ALPHA = between(1e-3, MOST_ALPHA, "usual is once or twice the rank")
 _LAST = Check(
     lambda count: count == ALL_LAYERS or COUNT.allows(count), f"1 or more, or {ALL_LAYERS} for all"
 )
-_SHARE = Check(lambda share: 0 <= share < 1, "0 or more and below 1")
+_SHARE = between(0, 0.99, "usual are 0 to 0.1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ from runtime.adapters.lora import MOST_PREFIX
 from runtime.config.base import (
     COUNT,
     FILLED,
-    NOT_NEGATIVE,
     SIZE,
     Check,
     Config,
     Group,
+    between,
     choice,
     option,
     refuse,
@@ -287,7 +287,7 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         0.0,
         "largest norm of all gradients together, beyond which they are scaled down; 0 for no "
         "limit; with mebp only",
-        NOT_NEGATIVE,
+        between(1e-6, 1e6, "usual is 1", or_zero=True),
         Group.TRAINING,
     )
     adapter: str | None = adapter_field(f"adapter to start from: {ADAPTER} (default: new adapters)")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from runtime.config.base import (
-    ABOVE_ZERO,
     COUNT,
     FILLED,
     NOT_NEGATIVE,
+    SEED,
     Check,
     Config,
     Group,
+    between,
     choice,
     option,
     output_option,
@@ -50,11 +50,14 @@ _LENGTHS = ", ".join(
 )
 GENERAL, NO_DATA = "general", "none"  # of --also-evaluate
 _FILLED = Check(lambda names: all(map(str.strip, names)), "names that are not empty")
-_FACTOR = Check(lambda value: value == 0 or 1 < value < math.inf, "0 or above 1")
-_EPSILON = Check(
-    lambda value: 1e-7 <= value < math.inf,
-    "a number from 1e-07 on: float32 loses smaller changes of values near 1",
+RATE = between(1e-12, 1e4, f"usual are {_RATES}; larger ones leave nothing of a model")
+EPSILON = between(
+    1e-7, 1, "usual is 0.001, and float32 loses smaller changes than 1e-07 of values near 1"
 )
+LOSS = between(0, 1000, "usual are 0.1 to 5")
+_EPOCHS = between(1e-6, 1e6, "usual are 1 to 10")
+_DECAY = between(0, 10, "usual are 0 to 0.1")
+_FACTOR = Check(lambda value: value == 0 or 1 < value <= 1000, "0, or above 1 and at most 1000")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +93,14 @@ class TrainConfig(StepConfig, DataOptions):
     epochs: float | None = option(
         None,
         f"how often all rows are trained on, such as 3 or 0.5 (default: {_LENGTHS})",
-        ABOVE_ZERO,
+        _EPOCHS,
         Group.TRAINING,
     )
     steps: int | None = option(None, "optimizer steps, in place of --epochs", COUNT, Group.TRAINING)
     learning_rate: float | None = option(
         None,
         f"highest learning rate of the schedule (default: {_RATES})",
-        ABOVE_ZERO,
+        RATE,
         Group.TRAINING,
     )
     lr_schedule: str = choice(
@@ -111,17 +114,15 @@ class TrainConfig(StepConfig, DataOptions):
     warmup_steps: int = option(
         0, "steps in which the learning rate rises linearly", NOT_NEGATIVE, Group.TRAINING
     )
-    weight_decay: float = option(
-        0.0, "decoupled weight decay, as in AdamW", NOT_NEGATIVE, Group.TRAINING
-    )
+    weight_decay: float = option(0.0, "decoupled weight decay, as in AdamW", _DECAY, Group.TRAINING)
     seed: int = option(
         0,
         "seed of new adapters, the order of rows and the directions",
-        NOT_NEGATIVE,
+        SEED,
         Group.TRAINING,
     )
     epsilon: float = option(
-        1e-3, "size of a perturbation of what is trained", _EPSILON, Group.ZEROTH_ORDER
+        1e-3, "size of a perturbation of what is trained", EPSILON, Group.ZEROTH_ORDER
     )
     noise: str = choice(
         "auto",
@@ -172,7 +173,7 @@ class TrainConfig(StepConfig, DataOptions):
     min_delta: float = option(
         0.0,
         "how much lower a held-out loss must be to count as better for --patience",
-        NOT_NEGATIVE,
+        LOSS,
         Group.STOPPING,
     )
     save_every: int = option(
@@ -190,7 +191,7 @@ class TrainConfig(StepConfig, DataOptions):
     stop_loss: float = option(
         0.0,
         "stop when the held-out loss is this low; 0 for never; needs --eval-every",
-        NOT_NEGATIVE,
+        LOSS,
         Group.STOPPING,
     )
     stop_rise: float = option(
@@ -210,12 +211,20 @@ class TrainConfig(StepConfig, DataOptions):
                 "one out"
             )
         if self.steps is not None and self.warmup_steps > self.steps:
-            problems.append(f"warmup_steps {self.warmup_steps} > steps {self.steps}")
+            problems.append(
+                f"warmup_steps {self.warmup_steps} > steps {self.steps}: the learning rate would "
+                "never be reached; usual is a tenth of the steps or less"
+            )
         watching = ("keep_best", "patience", "stop_loss", "stop_rise")
         unseen = [name for name in watching if getattr(self, name)]
         if unseen and not self.eval_every:
             need = f"{' and '.join(unseen)} {'needs' if len(unseen) == 1 else 'need'} eval_every"
             problems.append(f"{need}: the held-out loss is measured only then")
+        if self.patience and self.steps is not None and self.eval_every > self.steps:
+            problems.append(
+                f"eval_every {self.eval_every} > steps {self.steps}: nothing is evaluated before "
+                "the end, so patience would have no effect"
+            )
         if self.min_delta and not self.patience:
             problems.append("min_delta needs patience: nothing else compares with it")
         refuse(type(self), problems)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.base import Check, Config, Group, choice, option, up_to
+from runtime.config.base import Config, Group, between, choice, option, up_to
 from runtime.config.methods import METHODS, OBJECTIVES
 
 SCALINGS, SCALED = ("parameter-norm", "gradient-norm"), ("variance", "expectation")
@@ -88,7 +88,7 @@ class ZerothOrderOptions(Config):
         "with hizoo: how much of its estimate of the loss's curvature each step replaces, between "
         "0 and 1; steps are shorter where the estimate is larger, and near 0 they are mezo's "
         f"(default: {USUAL_SMOOTHING:g})",
-        Check(lambda value: 0 < value < 1, "above 0 and below 1"),
+        between(1e-12, 0.99, f"usual is {USUAL_SMOOTHING:g}"),
         Group.ZEROTH_ORDER,
     )
 

@@ -9,6 +9,8 @@ from pathlib import Path
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 LFS_POINTER = b"version https://git-lfs"  # begins what git writes where Git LFS is not installed
+ADAPTER_FILES = {"adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"}
+_MODEL = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)")
 FETCH = "a pointer of Git LFS: fetch the file itself by git lfs pull"
 
 
@@ -19,6 +21,7 @@ class Kind(StrEnum):
     BUNDLE = "a bundle"
     RUN = "a run"
     ADAPTER = "an adapter"
+    BOTH = "a Hugging Face checkpoint and an adapter in one folder"
     CHECKPOINT = "a Hugging Face checkpoint"
     GGUF = "a GGUF file"
     FILE = "a file"
@@ -32,6 +35,8 @@ _WAYS = {
     Kind.RUN: "go on with it by ondevice train --resume {path}, or use it with its bundle: "
     "ondevice generate BUNDLE --adapter {path}",
     Kind.ADAPTER: "use it with its bundle: ondevice generate BUNDLE --adapter {path}",
+    Kind.BOTH: "move one of them elsewhere: config.json and model*.safetensors are the checkpoint, "
+    "to be exported (ondevice export {path} -o BUNDLE), and adapter* is what --adapter takes",
     Kind.CHECKPOINT: "make a bundle of it: ondevice export {path} -o BUNDLE",
     Kind.GGUF: "make a bundle of it: ondevice export {path} -o BUNDLE",
 }
@@ -48,8 +53,9 @@ def kind_of(path: Path) -> Kind:
         return Kind.BUNDLE
     if "config.toml" in names:
         return Kind.RUN
-    if names & {"adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"}:
-        return Kind.ADAPTER
+    if names & ADAPTER_FILES:
+        has_model = "config.json" in names and any(map(_MODEL.fullmatch, names))
+        return Kind.BOTH if has_model else Kind.ADAPTER
     return Kind.CHECKPOINT if "config.json" in names else Kind.FOLDER
 
 

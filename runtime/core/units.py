@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 from runtime.core.errors import UsageError
@@ -41,6 +42,12 @@ def parse_bytes(text: str | int) -> int:
 def counted(number: int, singular: str, plural: str | None = None) -> str:
     """A number with its noun: "1 row", "2 rows", "2 batches"."""
     return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
+def first_of(texts: Sequence[str], most: int = 5) -> str:
+    """The first of some texts in quotes, and how many more there are."""
+    more = len(texts) - most
+    return ", ".join(f"{text!r:.40}" for text in texts[:most]) + f" and {more} more" * (more > 0)
 
 
 def format_bytes(size_bytes: int, *, up: bool = False) -> str:

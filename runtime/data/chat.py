@@ -215,7 +215,10 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses messages: {error}") from error
 
     def _unreadable(self, error: Exception) -> DataError:
-        return DataError(f"the chat template in {self._folder} cannot be read: {error}")
+        return DataError(
+            f"the chat template in {self._folder} cannot be read: {error}; correct it in the "
+            "checkpoint and export again, or write rows and prompts of plain text"
+        )
 
 
 def has_template(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -53,8 +54,9 @@ def cleaned(value: Any, nulls: bool = True) -> Any:
 
 def as_text(value: object) -> object:
     """A number as its text, as a table's cell would hold it; other values stay as they are."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return json.dumps(value) if is_number else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return json.dumps(value) if abs(value) < math.inf else value  # no cell would hold infinity
 
 
 def checked_messages(messages: object, words: Collection[str] = ()) -> Messages:
@@ -122,7 +124,15 @@ def _part(number: int, part: object) -> str:
         return part
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
     if not isinstance(text, str):
-        raise ValueError(f"message {number} has a part that is not text; models here read text")
+        kind = (
+            f" (its type is {part['type']!r:.40})"
+            if isinstance(part, dict) and "type" in part
+            else ""
+        )
+        raise ValueError(
+            f"message {number} has a part that is not text{kind}; models here read text, in parts "
+            'as {"type": "text", "text": "..."}'
+        )
     return text
 
 

@@ -25,7 +25,7 @@ FOLDER = "dataset-"  # begins the name of the folder that a dataset is written t
 ROWS = "rows.jsonl"  # of one split that was asked for
 NAMES = {  # our names of splits, and those of datasets and of files in folders
     "train": ("train",),
-    "valid": ("validation", "valid", "val", "dev"),
+    "valid": ("validation", "valid", "val", "dev", "eval"),
     "test": ("test",),
 }
 

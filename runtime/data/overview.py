@@ -15,7 +15,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import open_bundle
 from runtime.config.inspect import DataConfig
 from runtime.config.train import TrainConfig
-from runtime.core.errors import DataError, UsageError
+from runtime.core.errors import UsageError
 from runtime.data.hub import located
 from runtime.data.limits import Limits
 from runtime.data.loss_mask import Row
@@ -24,7 +24,15 @@ from runtime.data.process import call
 from runtime.data.records import TEXT, suffix_of
 from runtime.data.report import DataReport
 from runtime.data.rows import Lengths
-from runtime.data.source import Reading, bucket_holding, bucket_to_pack, reading_of, split_file
+from runtime.data.source import (
+    Reading,
+    beside_splits,
+    bucket_holding,
+    bucket_to_pack,
+    no_split,
+    reading_of,
+    split_file,
+)
 from runtime.data.text_encoder import TextEncoder, load_encoder
 from runtime.data.tokenizing import TRAIN, VALID, Reader
 from runtime.plan.plan import choose_bucket
@@ -137,6 +145,7 @@ def _parts(config: DataConfig, scratch: Path) -> list[tuple[str, Path, Reading]]
         split_files[VALID] = split_files[TRAIN]
     files = [(name, file) for name, file in split_files.items() if file is not None]
     if not files:
-        raise DataError(f"{path} has no train, valid or test file")
+        raise no_split(path, "train, valid or test")
     whole = reading_of(config)
+    reading = msgspec.structs.replace(reading, beside=beside_splits(path))
     return [(name, file, whole if name == "test" else reading) for name, file in files]

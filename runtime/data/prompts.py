@@ -5,7 +5,6 @@ A process of its own writes them, so no process that holds a model runs the temp
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ import msgspec
 from runtime.core.errors import DataError, UsageError
 from runtime.data.limits import Limits
 from runtime.data.process import call
-from runtime.data.tokenizer_files import VOCABULARY, templates_of, tokenizer_files
 
 if TYPE_CHECKING:
     from runtime.data.text_encoder import TextEncoder
@@ -67,15 +65,6 @@ def chat_prompt(encoder: TextEncoder, messages: object) -> Prompt:
     if encoder.special.issuperset(first):  # which an answer never holds itself
         return Prompt(tokens, encoder.end_tokens.union(first), unknown=unknown)
     return Prompt(tokens, encoder.end_tokens, ending, unknown)
-
-
-def require_template(bundle_dir: Path) -> None:
-    """Raise DataError for a tokenizer without a chat template; other faults are told later."""
-    folder = bundle_dir / "tokenizer"
-    with suppress(ValueError, KeyError, TypeError):
-        templates = templates_of(tokenizer_files(folder, vocabulary=False))
-        if not templates and (folder / VOCABULARY).is_file():
-            raise DataError(_NO_TEMPLATE)
 
 
 def confined_prompt(bundle_dir: Path, said: object, pieces: Path | None = None) -> Prompt:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from runtime.core.documents import from_json_once, from_json_values
@@ -29,8 +29,26 @@ _BYTE_ORDER_MARKS = {  # the longer first: that of UTF-32 begins as that of UTF-
 }
 _BY_ZEROS = {(False, True): "utf-16-le", (True, False): "utf-16-be"}  # at even and at odd places
 _UTF8 = "utf-8-sig"
-_HEAD_BYTES = 64
-_PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip, as .xlsx is too", b"\x28\xb5\x2f\xfd": "zstd"}
+_HEAD_BYTES, _TEXT_BYTES = 512, 64
+_UNPACK, _CONVERT = "unpack it, or save it as text", "save it as .jsonl, .csv or .parquet"
+# how files of other kinds begin, what they are, and the way out
+_OTHERS = {
+    b"\x1f\x8b": ("compressed (gzip)", _UNPACK),
+    b"PK\x03\x04": ("compressed (zip, as .xlsx is too)", _UNPACK),
+    b"\x28\xb5\x2f\xfd": ("compressed (zstd)", _UNPACK),
+    b"\xfd7zXZ": ("compressed (xz)", _UNPACK),
+    b"BZh91AY&SY": ("compressed (bzip2)", _UNPACK),
+    b"7z\xbc\xaf": ("compressed (7z)", _UNPACK),
+    b"\x04\x22\x4d\x18": ("compressed (lz4)", _UNPACK),
+    b"Rar!\x1a\x07": ("compressed (rar)", _UNPACK),
+    b"ARROW1\0\0": ("an Arrow file", _CONVERT),
+    b"SQLite format 3": ("a database (SQLite)", _CONVERT),
+    b"%PDF-": ("a PDF file", "save its text"),
+    LFS_POINTER: (FETCH.partition(":")[0], FETCH.partition(": ")[2]),
+}
+_PARQUET = {b"PAR1": ("a Parquet file", "name it .parquet")}
+_PAGES = (b"<!doctype html", b"<html")
+_UNCLOSED = 'a cell that begins with " does not end with it; a " inside a cell is written twice'
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 _OF_ROWS = ("messages", "conversations")  # lists that are one row's, not a list of rows
 
@@ -55,12 +73,9 @@ def encoding_of(file: Path, say: Note = silent) -> str:
     """The encoding of a text file: UTF-8, or UTF-16 or UTF-32, mostly by their byte order marks.
 
     UTF-16 without a mark is known by its zeros, which no text in UTF-8 has. Raises OSError, and
-    DataError for a file that is compressed.
+    DataError for a file that is no text.
     """
-    with file.open("rb") as opened:
-        head = opened.read(_HEAD_BYTES)
-    if packed := next((name for mark, name in _PACKED.items() if head.startswith(mark)), ""):
-        raise DataError(f"{file} is compressed ({packed}); unpack it, or save it as text")
+    head = _checked_head(file, _PARQUET)[:_TEXT_BYTES]
     for mark, encoding in _BYTE_ORDER_MARKS.items():
         if head.startswith(mark):
             say(f"in {encoding.upper()}")
@@ -70,6 +85,23 @@ def encoding_of(file: Path, say: Note = silent) -> str:
         say("in UTF-16")
         return _BY_ZEROS[zeros]
     return _UTF8
+
+
+def _checked_head(file: Path, more: Mapping[bytes, tuple[str, str]]) -> bytes:
+    """The first bytes of a file. Raises DataError where they are of a file of another kind."""
+    with file.open("rb") as opened:
+        head = opened.read(_HEAD_BYTES)
+    for mark, (kind, way_out) in {**_OTHERS, **more}.items():
+        if head.startswith(mark):
+            raise DataError(f"{file} is {kind}; {way_out}")
+    if head[257:262] == b"ustar":
+        raise DataError(f"{file} is an archive (tar); {_UNPACK}")
+    if suffix_of(file) != TEXT and head.lstrip().lower().startswith(_PAGES):
+        raise DataError(
+            f"{file} is a web page, as a download gives where one must sign in; fetch the data "
+            "themselves"
+        )
+    return head
 
 
 def not_text(file: Path, encoding: str, error: UnicodeError) -> DataError:
@@ -135,8 +167,6 @@ def _hint(text: bytes) -> str:
         return "; it is Python's notation: write it with json.dumps"
     if text.rstrip().endswith(b"},"):
         return "; there is a comma after it: leave that out"
-    if text.startswith(LFS_POINTER):
-        return f"; it is {FETCH}"
     return ""
 
 
@@ -205,7 +235,8 @@ def _csv(file: Path, say: Note) -> Records:
         except UnicodeError as error:
             raise not_text(file, encoding, error) from error
         except csv.Error as error:
-            raise DataError(f"{file}, line {reader.line_num + skipped}: {error}") from error
+            why = f"; {_UNCLOSED}" * str(error).startswith("unexpected end")
+            raise DataError(f"{file}, line {reader.line_num + skipped}: {error}{why}") from error
 
 
 def _delimiter(first_line: str, usual: str) -> tuple[str, int]:
@@ -237,6 +268,7 @@ def _parquet(file: Path, say: Note) -> Records:
             "convert the file to .jsonl"
         ) from None
     number = 0
+    _checked_head(file, {})
     try:
         with ParquetFile(file) as opened:
             for batch in opened.iter_batches(_BATCH_ROWS):

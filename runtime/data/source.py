@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from runtime.config.shared import (
 )
 from runtime.core.errors import DataError
 from runtime.core.paths import text_path
+from runtime.core.units import first_of
 from runtime.data.hub import NAMES, located
 from runtime.data.limits import Limits
 from runtime.data.process import call
@@ -30,7 +32,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """The options that the process which tokenizes has to know.
 
     loss_on: see `DataOptions`. columns: our name of a field, and theirs. valid_share: the share of
-    the rows that is held out of "train" and is all that "valid" has; 0 for no such split.
+    the rows that is held out of "train" and is all that "valid" has; 0 for no such split. beside:
+    names of files of data that are no split of the folder that is read.
     """
 
     loss_on: str = "assistant"
@@ -38,9 +41,13 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     skip_bad_rows: bool = False
     keep_empty: bool = False
     valid_share: float = 0.0
+    beside: tuple[str, ...] = ()
 
 
 READ_ALL = Reading()
+_ADDRESS = re.compile(r"[a-z0-9]+:/")  # a path has lost the second / of its own
+# files by which datasets describe a folder
+DESCRIBING = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 
 
 def reading_of(config: DataOptions, valid_split: str | None = None) -> Reading:
@@ -70,6 +77,8 @@ def split_file(data: str | Path, split: str) -> Path | None:
                 f"{path} is no file or folder but a pipe or a device, and data are read more than "
                 "once; save them to a file"
             )
+        if _ADDRESS.match(str(data)):
+            raise DataError(f"{data} is an address; download the file, and name that")
         raise DataError(
             f"no data at {path}; give {DATA_FILE}, a folder, {HUB_DATA}, or random:SEED"
         )
@@ -83,6 +92,31 @@ def split_file(data: str | Path, split: str) -> Path | None:
             f"{path} has {' and '.join(file.name for file in files)}; keep one, or name the file"
         )
     return files[0] if files else None
+
+
+def beside_splits(folder: Path) -> tuple[str, ...]:
+    """The names of a folder's files of data that are none of its splits."""
+    known = {name for names in NAMES.values() for name in names}
+    return tuple(
+        file.name
+        for file in sorted(folder.iterdir())
+        if file.stem not in known
+        and file.name not in DESCRIBING
+        and suffix_of(file) in DATA_SUFFIXES
+        and file.is_file()
+    )
+
+
+def no_split(folder: Path, splits: str) -> DataError:
+    """The error for a folder that has none of the wanted splits, with what it has."""
+    there = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    has = f"; it has {first_of(there)}" if there else ", and nothing else"
+    saved = " (load_from_disk(FOLDER)['train'].to_json('train.jsonl') writes what datasets saved)"
+    arrow = saved if {"dataset_dict.json", "state.json"} & {*there} else ""
+    return DataError(
+        f"{folder} has no {splits} file{has}; name one file, or write one for each split, such as "
+        f"train.jsonl and valid.jsonl{arrow}"
+    )
 
 
 def prepare_tokens(
@@ -103,8 +137,9 @@ def prepare_tokens(
     """
     file = split_file(data, split)
     if file is None:
-        names = ", ".join(f"{split}{suffix}" for suffix in DATA_SUFFIXES)
-        raise DataError(f"{data} has none of {names}; add one or name a file")
+        raise no_split(Path(data), split)
+    if file != Path(data) and split == "train":
+        reading = msgspec.structs.replace(reading, beside=beside_splits(file.parent))
     function, task = "runtime.data.tokenizing.tokenize", f"tokenizing {file}"
     limits = Limits.of_data(file.stat().st_size)
     made = bundle_dir, file, max_seq_length, out_file, reading, part, embedded

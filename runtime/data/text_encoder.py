@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
+from unicodedata import combining
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, models
 
 from runtime.core.errors import DataError
 from runtime.data.chat import ChatTemplate, has_template
@@ -30,9 +31,10 @@ class TextEncoder:
     `encode_places` also gives the range of characters that each token stands for.
     `decode` leaves `special` tokens out, `show` writes them, and `special_text` finds them in text.
     `ends` are the tokens that end generation, according to the checkpoint. `size` is how many
-    tokens there are, and `name_of` gives each one's name in the vocabulary. `is_unknown` says
-    whether a character has no token, or only the one for unknown text. `chat` reads the chat
-    template, which only conversations need; `has_template` says whether there is one.
+    tokens there are, and `name_of` gives each one's name in the vocabulary. `unknown_in` gives
+    the characters of a text that have no token, or only the one for unknown text; where words have
+    tokens as wholes, these words. `chat` reads the chat template, which only conversations need;
+    `has_template` says whether there is one.
     """
 
     encode: Callable[[str], list[int]]
@@ -46,7 +48,7 @@ class TextEncoder:
     special_text: re.Pattern[str]
     size: int
     name_of: Callable[[int], str]
-    is_unknown: Callable[[str], bool]
+    unknown_in: Callable[[str], list[str]]
     chat: Callable[[], ChatTemplate]
     has_template: bool
 
@@ -61,12 +63,6 @@ class TextEncoder:
         there = sorted(token for token in self.end_tokens if 0 <= token < self.size)
         names = {token: self.name_of(token) for token in there}
         return [name for token, name in names.items() if self.encode(name) == [token]]
-
-    def unknown_in(self, text: str) -> list[str]:
-        """The characters of a text that `is_unknown`, but for those of special tokens."""
-        if not any(map(self.is_unknown, set(text))):
-            return []
-        return sorted(filter(self.is_unknown, set(self.special_text.sub("", text))))
 
 
 def load_encoder(bundle_dir: Path) -> TextEncoder:
@@ -94,6 +90,7 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
     if adds_bos is None:
         adds_bos = tokenizer.encode("").ids[:1] == [bos]
     added = tokenizer.get_added_tokens_decoder()
+    special_text = _any_of(token.content for token in added.values() if token.special)
     return TextEncoder(
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
         encode_places=partial(_encode_places, tokenizer),
@@ -103,10 +100,10 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
         eos=ids.get("eos_token"),
         ends=special.ends,
         special=frozenset(number for number, token in added.items() if token.special),
-        special_text=_any_of(token.content for token in added.values() if token.special),
+        special_text=special_text,
         size=tokenizer.get_vocab_size(),
         name_of=lambda token: str(tokenizer.id_to_token(token)),
-        is_unknown=cache(partial(_is_unknown, tokenizer, _unknown_token(tokenizer, ids))),
+        unknown_in=Unknown(tokenizer, _unknown_token(tokenizer, ids), special_text).parts,
         chat=cache(partial(ChatTemplate, folder)),
         has_template=has_template(folder),
     )
@@ -141,12 +138,46 @@ def _unknown_token(tokenizer: Tokenizer, ids: Mapping[str, int | None]) -> int |
     return tokenizer.token_to_id(text) if isinstance(text, str) else None
 
 
-def _is_unknown(tokenizer: Tokenizer, unknown: int | None, character: str) -> bool:
-    if character.isspace():
-        return False
-    tokens = tokenizer.encode(character, add_special_tokens=False).ids
-    # a space that the tokenizer puts before text may be all that there is
-    return unknown in tokens or not tokenizer.decode(tokens, skip_special_tokens=False).strip()
+class Unknown:
+    """Finds the parts of texts for which a tokenizer has no token.
+
+    unknown: the token that stands for such parts, if there is one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, unknown: int | None, special: re.Pattern[str]) -> None:
+        self._tokenizer, self._unknown, self._special = tokenizer, unknown, special
+        self._has_none = cache(self._is_unknown)
+
+    def parts(self, text: str) -> list[str]:
+        """The parts of a text that are unknown, but for those of special tokens, each once."""
+        by_words = isinstance(self._tokenizer.model, models.WordLevel | models.WordPiece)
+        if not by_words and not any(map(self._has_none, set(text))):
+            return []
+        text = self._special.sub("", text)
+        if by_words:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            places = zip(encoding.ids, encoding.offsets, strict=True)
+            return sorted(
+                {text[slice(*place)] for token, place in places if token == self._unknown}
+            )
+        normal = set(self._normal(text))  # in which an accent may have joined its letter
+        lost = {char for char in set(text) - normal if not (self._normal(char) or combining(char))}
+        made = {char for char in normal - set(text) if char.isalnum()}
+        return sorted(filter(self._has_none, {*normal.intersection(text), *lost, *made}))
+
+    def _is_unknown(self, character: str) -> bool:
+        if character.isspace():
+            return False
+        tokens = self._tokenizer.encode(character, add_special_tokens=False).ids
+        # a space that the tokenizer puts before text may be all that there is
+        return (
+            self._unknown in tokens
+            or not self._tokenizer.decode(tokens, skip_special_tokens=False).strip()
+        )
+
+    def _normal(self, text: str) -> str:
+        normalizer = self._tokenizer.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
 
 
 def _encode_places(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,7 @@ import msgspec
 from runtime.config.shared import DATA_FILE
 from runtime.core.errors import DataError, StorageError
 from runtime.core.files import flush, flush_path
+from runtime.core.units import first_of
 from runtime.data.fields import Recognised, recognise
 from runtime.data.loss_mask import Row, row_of
 from runtime.data.records import READERS, TEXT, encoding_of, not_text, records, suffix_of
@@ -35,7 +37,6 @@ from runtime.data.report import DataReport
 from runtime.data.rows import HEADER, MAGIC, VERSION
 from runtime.data.source import Reading
 from runtime.data.text_encoder import TextEncoder, load_encoder
-from runtime.data.unread import unknown
 
 CHUNK_CHARS = 2**16
 MAX_CHUNK_CHARS = 2**20
@@ -106,6 +107,8 @@ class Reader:
     ) -> None:
         suffix = suffix_of(file)
         if suffix != TEXT and suffix not in READERS:
+            with suppress(OSError):
+                encoding_of(file)  # raises, where it is known what it is
             raise DataError(f"{file} is not {DATA_FILE}; rename or convert it")
         self.file, self.encoder, self.max_seq_length = file, encoder, max_seq_length
         self.reading, self.part, self.embedded = reading, part, embedded
@@ -124,6 +127,7 @@ class Reader:
         return self._text_rows() if suffix_of(self.file) == TEXT else self._record_rows()
 
     def _text_rows(self) -> Iterator[Row]:
+        self._warn_of_others()
         below = self._bound(lambda: (_bytes_of(row) for row in self._packed()))
         for row in self._packed():
             self.report.read += 1
@@ -133,8 +137,14 @@ class Reader:
                     self.report.drop(NOT_EMBEDDED)
                     continue
                 yield self._counted(row, "plain text")
-        for left_out in sorted(self._unknown):
-            self.report.warn(f"{self.file.name}: {left_out}")
+        if self._unknown:
+            shown = first_of(sorted(self._unknown))
+            self.report.warn(f"{self.file.name}: the tokenizer has no token for {shown}")
+
+    def _warn_of_others(self) -> None:
+        if self.reading.beside:
+            others = first_of(self.reading.beside)
+            self.report.warn(f"{self.file.parent} also has {others}, of which nothing is read")
 
     def _packed(self) -> Iterator[Row]:
         self._how.clear()  # the file is read twice where rows are held out
@@ -148,10 +158,11 @@ class Reader:
                 raise not_text(self.file, encoding, error) from error
 
     def _encoded(self, text: str) -> list[int]:
-        self._unknown.update(unknown(text, self.encoder))
+        self._unknown.update(self.encoder.unknown_in(text))
         return self.encoder.encode(text)
 
     def _record_rows(self) -> Iterator[Row]:
+        self._warn_of_others()
         below = self._bound(lambda: (record for _, record in records(self.file)))
         for place, record in records(self.file, self._how.append):
             self.report.read += 1

@@ -58,10 +58,11 @@ def inner_begins(text: str, encoder: TextEncoder) -> list[str]:
 
 
 def unknown(text: str, encoder: TextEncoder) -> list[str]:
-    """The characters for which the tokenizer has no token: the model never sees them."""
+    """The characters, or words, for which the tokenizer has no token: the model never sees them."""
     return [
-        f"the character {character!r}, for which the tokenizer has no token"
-        for character in encoder.unknown_in(text)
+        f"the {'word' if len(part) > 1 else 'character'} {part!r:.40}, for which the tokenizer has "
+        "no token"
+        for part in encoder.unknown_in(text)
     ]
 
 

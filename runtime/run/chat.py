@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator as Stream
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from runtime.bundle.positions import longest_by, longest_sequence
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import UsageError
 from runtime.core.notes import Note, silent, warning
-from runtime.data.prompts import require_template
 from runtime.machine.footprint import Meter
 from runtime.run.budget import check_budget
 from runtime.run.generate import (
@@ -41,16 +41,18 @@ class Chat:
         self._generator: Generator | None = None
 
     def __enter__(self) -> Chat:
-        self._meter.__enter__()
-        bundle = open_checked(self.config.bundle, self.config.device, self._note)
-        require_template(bundle.path)
-        self._context = _within(bundle.manifest.config, self.config.context, self._note)
-        self._prompts = Prompts(to_apply(self._adapter, bundle, self._note), self._note)
+        with ExitStack() as stack:
+            stack.enter_context(self._meter)
+            bundle = open_checked(self.config.bundle, self.config.device, self._note)
+            self._context = _within(bundle.manifest.config, self.config.context, self._note)
+            bundle = to_apply(self._adapter, bundle, self._note)
+            self._prompts = stack.enter_context(Prompts(bundle, self._note))
+            self._prompts.check([*self.messages, {"role": "user", "content": "Hello"}])
+            self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._prompts.__exit__()
-        self._meter.__exit__(kind)
+    def __exit__(self, *problem: Any) -> None:
+        self._stack.__exit__(*problem)
 
     def reset(self) -> None:
         """Forget the conversation, but for the system's message."""

@@ -16,6 +16,7 @@ from runtime.bundle.store import Bundle
 from runtime.config.generate import GenerateConfig, GenerationConfig
 from runtime.core.errors import UsageError
 from runtime.core.notes import Note, silent, warning
+from runtime.core.units import first_of
 from runtime.data.pieces import read_pieces
 from runtime.data.prompts import Prompt, confined_prompt
 from runtime.machine.footprint import Meter
@@ -28,7 +29,6 @@ from runtime.run.results import Generation
 from runtime.run.sampling import Sampling
 from runtime.run.session import open_checked, open_session
 
-SHOWN_UNKNOWN = 5  # characters in a warning
 SHOWN_BEFORE = 16  # tokens of a prompt with which its continuation is turned into text
 
 
@@ -183,6 +183,22 @@ class Prompts:
         assert self._encoder is not None
         return self._encoder
 
+    def check(self, messages: object) -> None:
+        """Write the prompt for a conversation that is only like the one to come.
+
+        Raises:
+            DataError, UsageError: no conversation can be held, for a reason that the message says.
+        """
+        table = Path(self._folder.name) / "pieces"
+        try:
+            confined_prompt(self.bundle.path, messages, table)
+        except UsageError as problem:
+            raise UsageError(
+                f"{problem}; no conversation can begin so: leave out --system if it was given, or "
+                "correct the template in the checkpoint, and export again"
+            ) from problem
+        self._encoder = self._read(table)
+
     def write(self, said: object) -> Prompt:
         """The prompt for a text or a conversation.
 
@@ -216,10 +232,8 @@ class Prompts:
         """Warn of characters of a prompt, once of each."""
         self._unknown.update(unknown)
         if unknown:
-            shown = ", ".join(map(repr, unknown[:SHOWN_UNKNOWN]))
-            more = len(unknown) - SHOWN_UNKNOWN
-            others = f" and {more} more" if more > 0 else ""
-            self._note(warning(f"the tokenizer has no token for {shown}{others} in the prompt"))
+            shown = first_of(unknown)
+            self._note(warning(f"the tokenizer has no token for {shown} in the prompt"))
 
     def _read(self, table: Path) -> Decodes:
         if table.exists():

@@ -11,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import termios
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +30,40 @@ from support.forks import ROOT, forked, forks, import_path
 COMMAND = [sys.executable, "-m", "ondevice"]
 EXPORTS = (("export",), ("fuse",))  # which import what takes longest
 MAIN = "import sys; from ondevice.cli.main import main; sys.exit(main())"
+UNBOUND = f"import runtime.config.base as base; base._problems = lambda *_: []; {MAIN}"
+
+
+def latest(arguments: Sequence[object]) -> list[str]:
+    """The words of a command without flags that come again later, with which a test varies them."""
+    parts: list[list[str]] = []
+    for word in ["--output" if word == "-o" else word for word in map(str, arguments)]:
+        flag = parts[-1][0] if parts and len(parts[-1]) == 1 else ""
+        if flag.startswith("--") and "=" not in flag and not word.startswith("--"):
+            parts[-1].append(word)  # its value, or what follows a switch
+        else:
+            parts.append([word])
+    names = [part[0].partition("=")[0] for part in parts]
+    varied = [name.startswith("--") and name != "--also-evaluate" for name in names]
+    return [
+        word
+        for at, part in enumerate(parts)
+        if not (varied[at] and names[at] in names[at + 1 :])
+        for word in part
+    ]
 
 
 def ondevice(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own; with options of `subprocess.run`, in a fresh one."""
+    arguments = tuple(latest(arguments))
     if not options:
         return python(MAIN, *arguments, exporting=arguments[:1] in EXPORTS)
     command = [*COMMAND, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def unbound(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """As `ondevice`, also with numbers that options refuse, as of a training that diverges."""
+    return python(UNBOUND, *latest(arguments))
 
 
 def python(
@@ -66,13 +94,34 @@ def copied_program(folder: Path) -> Path:
     return folder
 
 
-def here(*arguments: object) -> subprocess.CompletedProcess[str]:
+@cache
+def _terminal() -> int:
+    """The descriptor of a terminal of 80 columns, to which nothing is written."""
+    _, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    return terminal
+
+
+class Terminal(io.StringIO):
+    """A stream that is a terminal of 80 columns."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return _terminal()
+
+
+def here(
+    *arguments: object, stream: type[io.StringIO] = io.StringIO
+) -> subprocess.CompletedProcess[str]:
     """As `ondevice`, in this process: for what ends before anything trains under a budget.
 
-    Memory that earlier tests have freed is given back, since plans count the process as it is.
+    It writes on such a `stream`. Memory that earlier tests have freed is given back, since plans
+    count the process as it is.
     """
-    words = list(map(str, arguments))
-    said, warned = io.StringIO(), io.StringIO()
+    words = latest(arguments)
+    said, warned = stream(), stream()
     handlers = {number: signal.getsignal(number) for number in ENDING}
     gc.collect()
     trim_heap()
@@ -129,7 +178,7 @@ def struck(
     numbers = ",".join(
         str(int(one)) for one in (number if isinstance(number, tuple) else (number,))
     )
-    return python(STRUCK, numbers, moment, *arguments, exporting=arguments[:1] in EXPORTS)
+    return python(STRUCK, numbers, moment, *latest(arguments), exporting=arguments[:1] in EXPORTS)
 
 
 MUCH = "6GB" if mx.cuda.is_available() else "400MB"  # CUDA's libraries alone take 1 GB

@@ -32,4 +32,4 @@ def print_json(result: object, indent: int | None = None) -> None:
     """Print a result, a struct or a value of JSON, as JSON: one line of it without `indent`."""
     import msgspec
 
-    out(json.dumps(msgspec.to_builtins(result, str_keys=True), indent=indent))
+    out(json.dumps(msgspec.to_builtins(result, str_keys=True), indent=indent), is_data=True)

@@ -104,7 +104,8 @@ def _bench(config: DoctorConfig, checked: list[Finding], quiet: bool) -> dict[st
     report = bench(settings, note)
     row = markdown(report)
     if not quiet:
-        out(f"\n{to_text(report)}\n\nthe row to send ({config.output} has all of it):\n\n{row}")
+        out(f"\n{to_text(report)}\n\nthe row to send ({config.output} has all of it):\n")
+        out(row, is_data=True)
     return {"bench": report, "row": row}
 
 
@@ -134,7 +135,7 @@ def run_completion(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json({"shell": config.shell, "script": script})
     else:
-        out(script)
+        out(script, is_data=True)
 
 
 def script_of(shell: str) -> str:

@@ -61,7 +61,8 @@ def run_data(arguments: argparse.Namespace) -> None:
     if overview.row:
         colours = sys.stdout.isatty()
         text, means = marked(overview.row, colours)
-        out(f"\nrow {config.row}, with what is scored {means}:\n\n{text}", coloured=colours)
+        out(f"\nrow {config.row}, with what is scored {means}:\n", coloured=colours)
+        out(text, is_data=True, coloured=colours)
 
 
 def run_train(arguments: argparse.Namespace) -> None:

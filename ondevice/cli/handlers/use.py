@@ -31,7 +31,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     if config.source is not None:
         _eval_beside_source(config, arguments.json)
         return
-    from ondevice.cli.describe import describe_task, folded
+    from ondevice.cli.describe import describe_task
     from runtime.run.evaluate import run_eval
     from runtime.run.results import Events
 
@@ -48,7 +48,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
             f"peak footprint {format_bytes(result.peak_footprint_bytes)}, budget "
             f"{format_bytes(result.budget_bytes)}"
         )
-        out(folded(text))
+        out(text)
     if result.loss is None:
         adapter = "" if config.adapter is None else f" with the adapter {config.adapter}"
         raise BundleError(
@@ -90,7 +90,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
         print_json(generating.result)
         return
     for piece in generating:
-        out(piece, end="")
+        out(piece, end="", is_data=True)
     out()
     result = generating.result
     note(f"{describe_generation(result)}; {ENDED[result.stopped]}")
@@ -176,7 +176,7 @@ def _answered(chat: Chat, text: str, as_json: bool) -> Turn | None:
             return None
         for piece in turn:
             if not as_json:
-                out(piece, end="")
+                out(piece, end="", is_data=True)
             if stop.signal is not None:
                 break
     if as_json:
@@ -217,7 +217,7 @@ def run_adapter(arguments: argparse.Namespace) -> None:
         output = quote(str(config.output)) if shell else config.output
         base = quote(str(result.base_model))
         used = _LOADED_BY[result.format].format(output=output, base=base)
-        out(f"to use it: {used}")
+        out(f"to use it: {used}", is_data=True)
 
 
 def run_fuse(arguments: argparse.Namespace) -> None:

@@ -155,6 +155,29 @@ def test_what_is_odd_is_a_warning(
     assert not tokenizer_warnings({}, embedded)
 
 
+@pytest.mark.parametrize(
+    ("settings", "generation", "said"),
+    [
+        ({"eos_token_id": VOCAB - 1, "bos_token_id": 0, "pad_token_id": -1}, {}, []),
+        ({"eos_token_id": None, "pad_token_id": VOCAB}, {}, [f"pad_token_id is {VOCAB}, "]),
+        ({"bos_token_id": 2**40}, {}, [f"bos_token_id is {2**40}, and the model embeds {VOCAB}"]),
+        ({}, {"eos_token_id": [1, 999, -7]}, ["eos_token_id is 999, -7, "]),
+        ({"eos_token_id": 999}, {"eos_token_id": 1}, []),  # generation_config.json wins
+    ],
+)
+def test_numbers_of_tokens_that_the_model_does_not_embed_are_named(
+    settings: dict[str, object], generation: dict[str, object], said: list[str]
+) -> None:
+    files = {
+        "tokenizer.json": make_tokenizer().to_str().encode(),
+        "tokenizer_config.json": json.dumps(NAMED).encode(),
+        "generation_config.json": json.dumps(generation).encode(),
+    }
+    warnings = tokenizer_warnings(files, VOCAB, settings)
+    assert len(warnings) == len(said)
+    assert all(part in warning for part, warning in zip(said, warnings, strict=True)), warnings
+
+
 def test_an_end_that_is_no_number_is_named() -> None:
     files = {"tokenizer.json": make_tokenizer().to_str().encode()}
     files["generation_config.json"] = b'{"eos_token_id": "2"}'

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from support.runs import refuses
@@ -36,8 +37,13 @@ from harness.measure.repeats import (
     time_ratio,
 )
 from runtime.bundle.store import MANIFEST, Bundle, open_bundle
+from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError, InterruptedRunError, OnDeviceError, UsageError
-from runtime.machine.machine import read_machine
+from runtime.machine.machine import Machine, read_machine
+from runtime.plan.allocator import with_kept
+from runtime.plan.plan import Plan
+from runtime.plan.planner import Planner
+from runtime.run.budget import training
 
 MODEL = "tiny-qwen2"
 
@@ -499,7 +505,10 @@ def one_row(bundles: Path, tmp_path: Path, name: str, **more: Any) -> tuple[Row,
     report = run(bundles, tmp_path, name, **{"steps": 2, **more})
     (found,) = report["rows"]
     assert not any(one["failed"] for one in found.get("variants", ()))
-    return found, to_text(report)
+    text = to_text(report)
+    tables = [line for line in text.splitlines() if "  " in line]
+    assert max(map(len, tables)) <= 80
+    return found, text
 
 
 def test_curve(bundles: Path, tmp_path: Path) -> None:
@@ -522,6 +531,23 @@ def test_machine(bundles: Path, tmp_path: Path) -> None:
     flags.append(f"--machine={tmp_path / 'found.json'}")
     plan = json.loads(ondevice("plan", str(bundles / MODEL), *flags))
     assert plan["process_bytes"] >= machine.process_bytes
+
+
+def test_what_a_plan_keeps_is_measured_without_what_the_heap_holds_beside_it(
+    bundles: Path, tmp_path: Path
+) -> None:
+    words = [f"--{name}" for name in ("method=mebp", "budget=1GB", "max-seq-length=16", "steps=1")]
+    words += ["--seed=0", f"--scratch={tmp_path}"]
+    measured = json.loads(
+        ondevice(str(bundles / MODEL), *words, module="harness.bench.heap_process")
+    )
+    plan = msgspec.convert(measured["plan"], Plan)
+    machine = msgspec.convert(measured["machine_value"], Machine)
+    config = TrainConfig(bundle="b", data="random:0", budget="1GB", max_seq_length=16, steps=1)
+    manifest = open_bundle(bundles / MODEL).manifest
+    model = Planner(manifest, machine).model(training(config, manifest).task, plan.sizes)
+    kept = measured["kept_in_use_bytes"]
+    assert kept > 0 and with_kept(machine, model, kept, plan.kept) == plan.kept_bytes
 
 
 def test_peers(bundles: Path, tmp_path: Path) -> None:

@@ -239,8 +239,8 @@ NINES = "9" * 5000
         ([f"--batch-size={NINES}"], "(5002 characters); it must be a whole number"),
         ([f"--budget={NINES}"], "(5002 characters); it must be a size such as"),
         (["--budget=99999999TB"], "it must be a size such as"),
-        (["--epsilon=1e-9"], "epsilon is 1e-09; it must be a number from 1e-07 on"),
-        ([f"--data=random:{NINES}"], "has no seed of up to 20 digits"),
+        (["--epsilon=1e-9"], "epsilon is 1e-09; it must be from 1e-07 to 1; usual is 0.001"),
+        ([f"--eval-data=random:{NINES}"], "has no seed of up to 20 digits"),
     ],
 )
 def test_absurd_settings(origin: Bundle, tmp_path: Path, options: list[str], told: str) -> None:

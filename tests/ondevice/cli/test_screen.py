@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from support.runs import step_of
+from support.runs import Terminal, step_of
 
 from harness.report.page_shell import page, paragraph
 from harness.report.table import Table
@@ -28,11 +28,8 @@ SHOWN = (
 )
 
 
-class Terminal(io.StringIO):
-    """A stream that is a terminal of 80 columns."""
-
-    def isatty(self) -> bool:
-        return True
+class Lines(Terminal):
+    """A terminal of 80 columns."""
 
     @property
     def lines(self) -> list[str]:
@@ -41,8 +38,8 @@ class Terminal(io.StringIO):
 
 
 @contextlib.contextmanager
-def shown_on() -> Iterator[Terminal]:
-    terminal = Terminal()
+def shown_on() -> Iterator[Lines]:
+    terminal = Lines()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(screen, "_columns", lambda: 80)
         patch.setattr(screen, "REDRAWN_S", 0.0)

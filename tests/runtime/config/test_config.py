@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from support.runs import here, succeeds
 
 from export.config.export import ExportConfig
-from ondevice.cli.commands import COMMANDS
+from ondevice.cli.commands import COMMANDS, Command
+from ondevice.cli.parser import command_parser, whole_parser
 from runtime.config import arguments
 from runtime.config import base as config
 from runtime.config.base import load, to_toml
@@ -138,6 +139,62 @@ def test_wrong_values_are_refused_by_name(key: str, value: Any) -> None:
         load(ExportConfig, None, {"source": "s", "output": "o", key: value})
 
 
+# fields in which a number next to 0 does what 0 does
+NEXT_TO_ZERO = {
+    *("weight_decay", "min_delta", "stop_seconds", "stop_loss", "lora_dropout"),
+    *("max_seconds", "target_loss", "temperature", "top_p", "min_p"),
+}
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_numbers_that_compute_nothing_are_refused(cls: type[config.Config]) -> None:
+    """In every field of a number, with the number and what is allowed."""
+
+    def is_refused(name: str, text: str) -> bool:
+        try:
+            load(cls, None, {name: text})
+        except UsageError as refusal:
+            return f"\n  {name} is {float(text) if '.' in text or 'e' in text else text}" in str(
+                refusal
+            ) or f"\n  {name} is '{text}'" in str(refusal)
+        return False
+
+    for field in fields(cls):
+        if str(field.type).startswith("float"):
+            allowed = {text for text in FLOATS if not is_refused(field.name, text)}
+            assert allowed == ({"1e-320"} if field.name in NEXT_TO_ZERO else set()), field.name
+        elif str(field.type).startswith("int"):
+            allowed = {text for text in INTS if not is_refused(field.name, text)}
+            known = {"seed": {str(2**62)}, "lora_layers": {"-1"}}
+            assert allowed == known.get(field.name, set()), field.name
+
+
+FLOATS = ("nan", "inf", "-inf", "1e300", "1e-320", "-1.0", "-1e-09")
+INTS = ("-1", str(-(2**62)), str(2**62), str(2**70), "nan", "1e3")
+
+
+def test_a_refusal_says_what_is_usual() -> None:
+    with pytest.raises(UsageError) as refusal:
+        load(TrainConfig, None, {**TRAIN, "learning_rate": "1e10", "warmup_steps": 9, "steps": 5})
+    assert "learning_rate is 10000000000.0; it must be from 1e-12 to 10000; usual are " in (
+        str(refusal.value)
+    )
+    with pytest.raises(UsageError, match=r"warmup_steps 9 > steps 5: .* usual is a tenth"):
+        load(TrainConfig, None, {**TRAIN, "warmup_steps": 9, "steps": 5})
+
+
+def test_a_tilde_that_the_shell_leaves_is_the_user_s_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.toml").write_text("steps = 3\noutput = '~/run'\n")
+    typed = ["train", "~/b", "--data=~/d", "--config=~/c.toml", "--adapter=~user/a"]
+    namespace = whole_parser("train").parse_args(typed)
+    made = load(TrainConfig, namespace.config, arguments.given(namespace, TrainConfig))
+    assert (made.bundle, made.data) == (f"{tmp_path}/b", f"{tmp_path}/d")
+    assert (made.output, made.adapter) == (f"{tmp_path}/run", "~user/a")
+
+
 def test_text_in_a_file_is_not_taken_for_a_number(tmp_path: Path) -> None:
     file = tmp_path / "train.toml"
     file.write_text('bundle = "b"\ndata = "d"\nsteps = "9"\n')
@@ -183,9 +240,9 @@ NAMES = st.text(min_size=1).filter(lambda text: bool(text.strip()))
         optional={
             "output": NAMES,
             "eval_data": NAMES,
-            "steps": st.integers(1, 2**63 - 1),
-            "learning_rate": st.floats(1e-300, 1e300),
-            "weight_decay": st.floats(0, 1e300),
+            "steps": st.integers(1, 10**9),
+            "learning_rate": st.floats(1e-12, 1e4),
+            "weight_decay": st.floats(0, 10),
             "seed": st.integers(0, 2**63 - 1),
         },
     )
@@ -237,6 +294,35 @@ def test_flags_override_and_reach_the_configuration() -> None:
     assert made == ExportConfig(
         source="model", output="o", seq_lens=(32, 64), bits=8, lora_alpha=4.0, force=True
     )
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_a_flag_that_is_given_twice_is_refused(command: Command) -> None:
+    """With both values, and with the way to give several where there can be."""
+    parser = command_parser(command)
+    known = {"--json", "--verbose", "--help", "-h", "--also-evaluate"}
+    for action in parser._actions:
+        for word in set(action.option_strings) - known:
+            if action.nargs == 0:  # a switch
+                other = word.replace("--no-", "--", 1) if "--no-" in word else f"--no-{word[2:]}"
+                typed = [word, other] if other in action.option_strings else []
+                said = " are given together"
+            else:
+                typed = [word, "1st", action.option_strings[-1], "2nd"]
+                said = f"{action.option_strings[-1]} is given twice, as 1st and as 2nd; give "
+            if typed:
+                with pytest.raises(UsageError, match=said):
+                    parser.parse_args(typed)
+            if action.nargs == 0:
+                parser.parse_args([word, word])  # which says the same
+
+
+def test_several_values_go_together() -> None:
+    export, train = (whole_parser(name).parse_args for name in ("export", "train"))
+    with pytest.raises(UsageError, match="as 16 and as 32; give several together, as 16,32; see: "):
+        export(["export", "m", "--seq-lens=16", "--seq-lens", "32"])
+    with pytest.raises(UsageError, match="as linear and as cosine; give one; see: ondevice train"):
+        train(["train", "m", "--lr-schedule=linear", "--lr-schedule=cosine"])
 
 
 def test_help_is_in_groups_in_their_order() -> None:

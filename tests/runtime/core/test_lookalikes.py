@@ -25,6 +25,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
         if file:
             (folder / name / file).write_text("{}")
+    (folder / "both").mkdir()
+    for file in ("config.json", "model.safetensors", "adapter_config.json"):
+        (folder / "both" / file).write_text("{}")
     (folder / "m.gguf").write_bytes(b"GGUF")
     (folder / "m.safetensors").write_bytes(b"")
     return folder
@@ -61,6 +64,7 @@ def test_kinds_are_told_by_their_files(place: Path) -> None:
         (["report", "bundle"], "bundle holds no run: it is a bundle"),
         (["export", "bundle", "-o", "x"], "bundle is no checkpoint: it is a bundle"),
         (["export", "run", "-o", "x"], "run is no checkpoint: it is a run"),
+        (["export", "both", "-o", "x"], "a Hugging Face checkpoint and an adapter in one folder; "),
     ],
 )
 def test_messages_say_what_it_is(

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import json
+import lzma
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.token_rows import BOS, EOS, after, ids, listed, make_bundle, make_tokenizer, tokenize
+from support.token_rows import (
+    BOS,
+    EOS,
+    VOCAB,
+    after,
+    ids,
+    listed,
+    make_bundle,
+    make_tokenizer,
+    tokenize,
+)
 
 from runtime.config.shared import DATA_SUFFIXES
 from runtime.core.errors import DataError
-from runtime.data.records import READERS, TEXT, records
+from runtime.data.records import READERS, TEXT, encoding_of, records, suffix_of
 from runtime.data.rows import TokenRows
-from runtime.data.source import READ_ALL, Reading
+from runtime.data.source import READ_ALL, Reading, prepare_tokens, split_file
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}<eos>{% endfor %}{{ 'a: ' if "
 CHAT += "add_generation_prompt else '' }}"
@@ -226,6 +238,19 @@ def test_what_is_unusual_about_a_file_is_counted_with_its_format(bundle: Path) -
         ("a.jsonl", "[".encode("utf-16") + b"1", "is not text in UTF-16"),
         ("a.jsonl", gzip.compress(b'{"text": "a"}', mtime=0), r"is compressed \(gzip\); unpack it"),
         ("a.csv", b"PK\x03\x04\x14\x00", r"is compressed \(zip, as .xlsx is too\)"),
+        ("a.parquet", gzip.compress(b"", mtime=0), r"is compressed \(gzip\); unpack it"),
+        ("a.txt", lzma.compress(b"a"), r"is compressed \(xz\); unpack it"),
+        ("a.jsonl", bz2.compress(b"a"), r"is compressed \(bzip2\); unpack it"),
+        ("a.csv", b"a.csv" + bytes(252) + b"ustar", r"is an archive \(tar\); unpack it"),
+        ("a.csv", b"version https://git-lfs.github.com/spec/v1", "is a pointer of Git LFS; fetch"),
+        ("a.jsonl", b"PAR1", r"is a Parquet file; name it .parquet"),
+        ("a.json", b"ARROW1\0\0", r"is an Arrow file; save it as .jsonl, .csv or .parquet"),
+        ("a.csv", b"\n <!DOCTYPE html><html>", "is a web page, as a download gives"),
+        (
+            "a.csv",
+            b'text,id\n"a,1\nb,2\n',
+            '.*end of data; a cell that begins with "',
+        ),
         ("a.csv", b"text,text\na,b\n", "two columns are named 'text'; rename one"),
     ],
 )
@@ -233,8 +258,43 @@ def test_a_broken_file_is_refused_by_its_cause(
     tmp_path: Path, name: str, content: bytes, complaint: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=rf"{name}:? {complaint}"):
-        list(records(tmp_path / name))
+    with pytest.raises(DataError, match=rf"{name}[:,]? {complaint}"):
+        list(records(tmp_path / name)) if suffix_of(Path(name)) in READERS else encoding_of(
+            tmp_path / name
+        )
+
+
+def test_a_web_page_may_be_text(bundle: Path) -> None:
+    file = bundle.parent / "page.txt"
+    file.write_text("<html>a")
+    assert len(tokenize(bundle, file, 8, bundle.parent / "out")) == 1
+
+
+def test_a_folder_s_files_that_are_no_split_are_named(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with pytest.raises(DataError, match="has no train file, and nothing else; name one file, or"):
+        prepare_tokens(bundle, tmp_path / "data", "train", 8, tmp_path / "out")
+    for name in ("part-1.jsonl", "dataset_infos.json", "notes.md"):
+        (tmp_path / "data" / name).write_text('{"text": "a"}')
+    with pytest.raises(DataError, match=r"it has 'dataset_infos.json', 'notes.md', 'part-1.jsonl'"):
+        prepare_tokens(bundle, tmp_path / "data", "train", 8, tmp_path / "out")
+    for name in ("train.jsonl", "eval.jsonl"):
+        (tmp_path / "data" / name).write_text('{"text": "a"}')
+    prepare_tokens(bundle, tmp_path / "data", "train", 8, tmp_path / "out")
+    report = TokenRows(tmp_path / "out", VOCAB).report
+    assert report is not None
+    (warning,) = report.warnings
+    assert warning.endswith("data also has 'part-1.jsonl', of which nothing is read")
+    prepare_tokens(bundle, tmp_path / "data", "valid", 8, tmp_path / "out")
+    report = TokenRows(tmp_path / "out", VOCAB).report
+    assert report is not None and not report.warnings
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "state.json").write_text("{}")
+    with pytest.raises(DataError, match=r"load_from_disk\(FOLDER\)\['train'\].to_json"):
+        prepare_tokens(bundle, saved, "train", 8, tmp_path / "out")
+    with pytest.raises(DataError, match=r"x.jsonl is an address; download"):
+        split_file(Path("https://example.org/x.jsonl"), "train")
 
 
 def test_a_list_in_python_s_notation_is_refused(bundle: Path) -> None:
@@ -247,7 +307,12 @@ def test_a_list_in_python_s_notation_is_refused(bundle: Path) -> None:
     [
         (b"{'text': 'a'}", "line 1: .*it is Python's notation: write it with json.dumps"),
         (b'{"text": "a"},', "line 1: .*; there is a comma after it: leave that out"),
-        (b"version https://git-lfs.github.com/spec/v1", "line 1: .*a pointer of Git LFS: fetch"),
+        (b"version https://git-lfs.github.com/spec/v1", "is a pointer of Git LFS; fetch the file"),
+        (b'{"text": 1e999}', "expected .*; it has 'text'"),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            "a part that is not text .its type is 'image'.; models here read text, in parts as",
+        ),
         (b'{"text": "a", "text": "b"}', "line 1: it has the key 'text' twice"),
         (b'{"text": "\xe9"}', "line 1: .*save the file in UTF-8"),
     ],

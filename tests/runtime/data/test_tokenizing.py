@@ -144,18 +144,50 @@ def test_characters_without_tokens_are_named(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path / "bundle", {})
     (tmp_path / "a.txt").write_text("the \u65e5 cat\u2028\t\n" * 3 + "\u0416")
     rows = tokenize(bundle, tmp_path / "a.txt", 4, tmp_path / "out")
-    missing = [f"the character {one!r}, for which the tokenizer has no token" for one in "Ж日"]
     assert rows.report is not None
-    assert rows.report.warnings == [f"a.txt: {what}" for what in missing]
-    words = models.WordLevel({"the": 0, "[UNK]": 1}, unk_token="[UNK]")
-    Tokenizer(words).save(str(bundle / "tokenizer" / "tokenizer.json"))
-    is_unknown = load_encoder(bundle).is_unknown
-    assert (is_unknown("x"), is_unknown("the"), is_unknown(" ")) == (True, False, False)
+    assert rows.report.warning_lines() == ["a.txt: the tokenizer has no token for 'Ж', '日'"]
     spaced = Tokenizer(models.BPE({"\u2581": 0, "a": 1, "\u2581a": 2}, [("\u2581", "a")]))
     spaced.pre_tokenizer, spaced.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     spaced.save(str(bundle / "tokenizer" / "tokenizer.json"))
     encoder = load_encoder(bundle)
     assert encoder.encode("a\u65e5") == [2] and encoder.unknown_in("a \u65e5") == ["\u65e5"]
+
+
+MODELS = {
+    "words": models.WordLevel({"the": 0, "cat": 1, "[UNK]": 2, "a": 3, "t": 4}, unk_token="[UNK]"),
+    "pieces": models.WordPiece(
+        {"the": 0, "c": 1, "##a": 2, "##t": 3, "[UNK]": 4, "e": 5}, unk_token="[UNK]"
+    ),
+    "letters": models.BPE({letter: n for n, letter in enumerate("thecat\u00e9 ")}, []),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "normalizer", "text", "unknown"),
+    [
+        ("words", None, "the cat  the", []),  # of which no letter has a token
+        ("words", None, "the tact the Cat", ["Cat", "tact"]),
+        ("pieces", None, "cat the", []),  # t stands in words alone
+        ("pieces", None, "cat cut t", ["cut", "t"]),
+        ("pieces", normalizers.BertNormalizer(), "TH\u00c9 the\u0301 \u200d", []),
+        ("letters", None, "cat the\u0301", ["\u0301"]),
+        ("letters", normalizers.NFC(), "cat the\u0301", []),
+        ("letters", normalizers.NFC(), "ca\u0301t", ["\u00e1"]),
+        ("letters", normalizers.NFKC(), "\uff43\uff41t", []),
+        ("letters", normalizers.Replace("x", ""), "caxt", ["x"]),  # which the model never sees
+    ],
+)
+def test_what_a_tokenizer_knows_is_not_named(
+    tmp_path: Path, kind: str, normalizer: normalizers.Normalizer, text: str, unknown: list[str]
+) -> None:
+    bundle = make_bundle(tmp_path / "bundle", {})
+    tokenizer = Tokenizer(MODELS[kind])
+    if kind != "letters":
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.save(str(bundle / "tokenizer" / "tokenizer.json"))
+    assert load_encoder(bundle).unknown_in(text) == unknown
 
 
 def test_without_a_bos_rows_overlap_by_one_token(tmp_path: Path) -> None:

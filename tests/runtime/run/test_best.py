@@ -185,6 +185,7 @@ def test_what_watches_the_held_out_loss_needs_it(bundle: Path, tmp_path: Path) -
         ({"patience": 3}, ["--keep-best"], "keep_best and patience need eval_every"),
         ({"min_delta": 0.1, "eval_every": 2}, [], "min_delta needs patience"),
         ({"keep": 0}, [], "keep is 0"),
+        ({"patience": 3, "eval_every": 4}, [], "eval_every 4 > steps 3: nothing is evaluated bef"),
         ({"patience": -1}, [], "patience is -1"),
     ]
     for options, flags, said in cases:
@@ -202,7 +203,7 @@ def test_a_kill_before_the_first_save_loses_no_best(
 ) -> None:
     """The evaluation before training is written, and the process dies before it is saved."""
     run = tmp_path / "run"
-    options = {**WATCHED, "learning_rate": 1e-30, "save_every": 1, "keep": 1}  # moves no loss
+    options = {**WATCHED, "learning_rate": 1e-12, "save_every": 1, "keep": 1}  # moves no loss
     arguments = [*train_arguments(bundle, run, 3, **options), "--keep-best"]
 
     def dies(*anything: object) -> None:

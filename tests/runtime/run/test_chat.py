@@ -6,6 +6,7 @@ import io
 import json
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -148,6 +149,28 @@ def test_ctrl_c_interrupts_an_answer_and_no_more(
     assert said.code == 0 and "(interrupted)" in said.err
     assert whole.startswith(first["text"]) and first["generated_tokens"] == 3
     assert second["generated_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("template", "code", "told"),
+    [
+        ("{% for one in messages %}", 4, "; correct it in the checkpoint and export again, or"),
+        ("{{ raise_exception('never') }}", 2, "never; no conversation can begin so: leave out --"),
+    ],
+)
+def test_a_template_for_no_conversation_is_told_before_the_first_message(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    template: str,
+    code: int,
+    told: str,
+) -> None:
+    broken = text_bundle(tmp_path, template, seq_lens=(16,))
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n"))
+    assert main(["chat", str(broken.path)]) == code
+    said = capsys.readouterr().err
+    assert told in said and "got no answer" not in said
 
 
 def test_a_full_context_is_said_and_can_be_left(chat: Chat) -> None:

@@ -106,7 +106,7 @@ def test_killed_resumed_and_replayed_is_the_same(
 
 def test_only_a_limit_that_is_reached_clips(tiny: Tiny, tmp_path: Path) -> None:
     bundle = tiny("qwen2", seq_lens=(16, 32), device="auto").path
-    limits = {"free": {}, "wide": {"max_grad_norm": 1e9}, "tight": {"max_grad_norm": 0.01}}
+    limits = {"free": {}, "wide": {"max_grad_norm": 1e6}, "tight": {"max_grad_norm": 0.01}}
     for name, limit in limits.items():
         succeeds(*train_arguments(bundle, tmp_path / name, 1, **CLIPPED, **limit))
     free, wide, tight = (tmp_path / name for name in limits)

@@ -154,7 +154,7 @@ def test_what_the_model_lacks_is_refused(bundle: Path, tmp_path: Path) -> None:
         ({"lora_layers": 9}, ("--lora-layers 9", "has 3 layers")),
         ({"lora_layers": 0}, ("lora_layers is 0", "1 or more, or -1")),
         ({"lora_rank": 0}, ("lora_rank is 0",)),
-        ({"lora_dropout": 1}, ("lora_dropout is 1", "below 1")),
+        ({"lora_dropout": 1}, ("lora_dropout is 1", "from 0 to 0.99")),
         ({"lora_dropout": 0.1, "method": "mezo"}, ("--lora-dropout 0.1 is not for mezo",)),
     ):
         refused = here(*train_arguments(bundle, run, 2, **options))
