@@ -100,7 +100,7 @@ def with_experts_apart(
     others, made = dict(stored), dict[str, AnyTensor]()
     origins: dict[str, list[Origin]] = {}
     for base in [name.removesuffix("gate_up_proj_bias") for name in stored]:
-        if f"{base}gate_up_proj_bias" not in stored:
+        if not _is_whole(stored, base):
             continue
         for joined, parts in _PARTS.items():
             biases = others.pop(f"{base}{joined}_bias")
@@ -120,3 +120,14 @@ def with_experts_apart(
                     Origin(f"{base}{joined}", at, rows, width, True, every=every, stack=count)
                 ]
     return {**others, **made}, origins
+
+
+def _is_whole(stored: Mapping[str, StoredTensor], base: str) -> bool:
+    """Whether a layer has all tensors of its experts; else the missing ones are named later."""
+    weights = ("_blocks", "_scales") if f"{base}down_proj_scales" in stored else ("",)
+    axes = {"_bias": 2, "": 3, "_scales": 3, "_blocks": 4}
+    return all(
+        f"{base}{part}{kind}" in stored and len(stored[f"{base}{part}{kind}"].shape) == axes[kind]
+        for part in _PARTS
+        for kind in ("_bias", *weights)
+    )

@@ -183,12 +183,14 @@ class HFCheckpoint(Checkpoint):
     ) -> dict[str, AnyTensor]:
         """The embedding as the output matrix of a tied model whose class cannot tie them."""
         head = f"{_HEAD}.weight"
-        if not tied or {*expected} - self._tensors.keys() != {head}:
+        if not tied or head in self._tensors or head not in expected:
             return {}
-        for name in _EMBEDDINGS:
-            if f"{name}.weight" in self._tensors:
-                return {head: self._tensors[f"{name}.weight"]}
-        return {}
+        return {
+            f"{_HEAD}.{part}": self._tensors[f"{name}.{part}"]
+            for name in _EMBEDDINGS
+            for part in ("weight", "scales", "biases")
+            if f"{name}.{part}" in self._tensors
+        }
 
     def _head_differs(self) -> bool:
         """Whether the output matrix has other values than the embedding, or another form."""
@@ -282,16 +284,20 @@ def _language_model(
             )
         stored[name] = tensor
     made = {name: [Made(name, 0, tensor.flat().shape[0])] for name, tensor in stored.items()}
+    dropped: list[str] = []
     tensors, apart = with_experts_apart(stored)
     complete = tensors.keys() >= expected.keys() - {f"{_HEAD}.weight"}
     held = {name: shape for name, shape in expected.items() if name in stored}
     if not complete or any(stored[name].shape != shape for name, shape in held.items()):
         sanitized = _made(model, stored, tensors, expected, where)
+        taken = {part.source for parts in sanitized.values() for part in parts}
+        dropped = sorted(stored.keys() - taken - {f"{_HEAD}.weight"})
         made, tensors = (made | sanitized, tensors) if complete else (sanitized, {})
         tensors |= {name: _joined(stored, parts) for name, parts in sanitized.items()}
     split = _split_experts(made, tensors, expected)
     tensors = {name: tensor for name, tensor in tensors.items() if name in split or name in apart}
     tensors |= {n: _joined(stored, parts) for n, parts in split.items() if n not in tensors}
+    _check_experts(stored, split, where)
     # experts, which a file has one behind the other
     tensors = {
         name: tensor.flat() if _holds_experts(name, expected) else tensor
@@ -299,6 +305,7 @@ def _language_model(
     }
     parts = _parts(expected)
     others = [tensor.name for name, tensor in tensors.items() if not name.startswith(parts)]
+    others += [stored[name].name for name in dropped if name not in tensors]
     tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(parts)}
     if (head := f"{_HEAD}.weight") in others:  # of a class that always takes the embedding for it
         tensors[head] = stored[others.pop(others.index(head))]
@@ -320,15 +327,39 @@ def _made(
     expected: Mapping[str, tuple[int, ...]],
     where: str,
 ) -> dict[str, list[Made]]:
-    """What `sanitize` makes of the stored tensors. Raises BundleError, where few are missing so."""
+    """What `sanitize` makes of the stored tensors.
+
+    Raises BundleError, with the names of missing tensors where most others are there.
+    """
     try:
         return tensors_made(model, {name: tensor.shape for name, tensor in stored.items()}, where)
     except BundleError:
-        needed = {name: shape for name, shape in expected.items() if not name.startswith(_HEAD)}
-        missing = len(needed.keys() - tensors.keys())
-        if 0 < 2 * missing < len(needed):  # the others have its names already
-            check_tensors(where, needed, {name: tensor.shape for name, tensor in tensors.items()})
+        needed = {
+            name: shape
+            for name, shape in expected.items()
+            if not name.startswith(_HEAD) and "switch_" not in name
+        }
+        held = {
+            name: needed[name] if tensor.shape == turned(needed[name]) else tensor.shape
+            for name, tensor in tensors.items()
+            if name in needed and tensor.dtype in FLOAT_TYPES
+        }
+        if len(needed) < 2 * len(held):  # these have its names already
+            check_tensors(where, needed, held)
         raise
+
+
+def _check_experts(
+    stored: Mapping[str, StoredTensor], made: Mapping[str, list[Made]], where: str
+) -> None:
+    """Raise BundleError where an expert of a layer has another shape than the first."""
+    for name, experts in made.items():
+        shapes = [(part.rows, stored[part.source].shape[-1]) for part in experts]
+        for part, shape in zip(experts, shapes, strict=True):
+            if "switch_" in name and shape != shapes[0]:
+                raise BundleError(
+                    f"{where}: {stored[part.source].name} has another shape than the first expert's"
+                )
 
 
 def _is_buffer(tensor: StoredTensor) -> bool:
@@ -403,20 +434,6 @@ def _split_experts(
     class has not stacked are one below the other.
     """
     split = {name: parts for name, parts in made.items() if name in tensors}
-    for name, tensor in tensors.items():
-        base, _, last = name.rpartition("experts.")
-        into = f"{base}switch_mlp."
-        if last == "down_proj" and expected.get(f"{into}{last}.weight") == tensor.flat().shape:
-            split[f"{into}{last}.weight"] = split.pop(name)
-        if last != "gate_up_proj" or not isinstance(tensor, StoredTensor):
-            continue
-        (count, rows, columns), source = tensor.shape, made[name][0].source
-        for at, part in enumerate(("gate_proj", "up_proj")):
-            if expected.get(f"{into}{part}.weight") == (count * (rows // 2), columns):
-                firsts = range(at * rows // 2, count * rows, rows)
-                parts = [Made(source, first, rows // 2) for first in firsts]
-                split[f"{into}{part}.weight"] = parts
-                split.pop(name, None)
     for name in expected:
         before, stacked, after = name.partition("switch_mlp.")
         number = 0

@@ -221,6 +221,7 @@ def _layer(
     scaling: dict[str, Any] | None = {k: v for k, v in given.items() if k not in _OF_CLASSES}
     if kind != "proportional":  # which mlx-lm's Gemma 4 computes
         scaling = checked_scaling(scaling or {}, dict(config), where)
+        kind = scaling["rope_type"] if scaling else kind  # not one of its other names
     if scaling and kind in _OWN:
         longest = config["max_position_embeddings"]
         own = (

@@ -46,6 +46,7 @@ _JOINED = {
         ((".mlp.down_proj.",), ".shared_mlp.output_linear."),
     ),
 }
+_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts
 _TRANSPOSED = ("gpt2",)  # whose matrices in layers are (in, out) in transformers
 
 
@@ -78,9 +79,14 @@ def tensors_made(
     """
     import mlx.core as mx
 
+    apart, given = _one_by_one(shapes), shapes
+    stacks = {part.source for part in apart.values()}
+    shapes = {name: shape for name, shape in given.items() if name not in stacks}
+    shapes |= {one: (p.rows, given[p.source][-1]) for one, p in apart.items()}
     heights = [prod(shape[:-1]) if len(shape) > 1 else prod(shape) for shape in shapes.values()]
     if not hasattr(model, "sanitize"):
-        return {name: [Made(name, 0, rows)] for name, rows in zip(shapes, heights, strict=True)}
+        whole = zip(shapes, heights, strict=True)
+        return {name: [apart.get(name, Made(name, 0, rows))] for name, rows in whole}
 
     if any(type(module).__name__ == "SwitchLinear" for _, module in model.named_modules()):
         shapes = {
@@ -115,7 +121,27 @@ def tensors_made(
         made[name] = _parts_of(array, columns_out[name], shapes, starts)
         if not made[name]:
             raise BundleError(f"{where}: mlx-lm rearranges {name}, which is not supported")
-    return made
+    return {name: [apart.get(part.source, part) for part in parts] for name, parts in made.items()}
+
+
+def _one_by_one(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Made]:
+    """The matrices of which transformers 5 has a stack, by the names of single experts.
+
+    Classes know these. gpt-oss's, with biases, are read by `gpt_oss.with_experts_apart`.
+    """
+    singles: dict[str, Made] = {}
+    for name, shape in shapes.items():
+        base, _, last = name.rpartition("experts.")
+        parts = _STACKS.get(last, ())
+        if not parts or len(shape) != 3 or f"{name}_bias" in shapes:
+            continue
+        count, height, _ = shape
+        rows = height // len(parts)
+        for number in range(count):
+            for at, part in enumerate(parts):
+                one = f"{base}experts.{number}.{part}.weight"
+                singles[one] = Made(name, number * height + at * rows, rows)
+    return singles
 
 
 def sanitized(model: Any, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -222,6 +248,8 @@ def _shifted(
     rows: Any, columns: Any, shapes: Mapping[str, tuple[int, ...]], starts: Mapping[str, int]
 ) -> list[Made]:
     """The vector whose numbers these are, and what was added to it: `columns` were zeros."""
+    if len(rows) < 2:  # of one number a sum looks like a product
+        return []
     shift = float(columns[0].item())
     numbers = np.array(rows) - shift
     source = next((name for name, start in starts.items() if start == numbers[0]), "")

@@ -65,7 +65,6 @@ BY_LAYER: dict[str, tuple[Any, ...]] = {
     "no_rope_layers": (0, 1),
     "mlp_layer_types": ("dense", "sparse"),
 }
-KINDS = {"lfm2": "conv", "lfm2_moe": "conv", "qwen3_5_text": "linear_attention"}
 ROPES = ("default", "linear", "yarn", "longrope", "llama3")
 
 
@@ -101,7 +100,8 @@ def another(rng: Rng, base: Settings, name: str) -> Any:
     if name in BY_LAYER:
         return [BY_LAYER[name][rng.integers(2)] for _ in range(layers)]
     if name == "layer_types":
-        kinds = ("full_attention", KINDS.get(base["model_type"], "sliding_attention"))
+        own = {*base[name]} - {"full_attention"}
+        kinds = ("full_attention", min(own, default="sliding_attention"))
         return [kinds[rng.integers(2)] for _ in range(layers)]
     if name == "layer_rope_theta":
         return [float(10 ** rng.uniform(3, 6)) * (rng.random() < 0.8) for _ in range(layers)]

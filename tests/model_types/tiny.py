@@ -17,7 +17,7 @@ from runtime.core.errors import BundleError
 Settings = dict[str, Any]
 
 VOCABULARY = 320
-# sizes under all the names that configurations have for them; no two axes are alike
+# sizes under all the names that configurations have for them; few axes are alike
 WIDTHS = ("hidden_size", "n_embd", "d_model", "model_dim", "dim", "word_embed_proj_dim")
 MLPS = ("intermediate_size", "n_inner", "ffn_hidden_size", "mlp_hidden_size", "ffn_dim")
 SIZES: Settings = {

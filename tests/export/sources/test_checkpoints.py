@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Callable
 from math import prod
@@ -739,26 +740,45 @@ def _joined(arrays: Arrays, count: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("preset", ["tiny-qwen3-moe", "tiny-qwen3_5_moe"])
+ONE_MORE = ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_next", "qwen3_5_moe_text"])
 @pytest.mark.parametrize("spelled", [_one_by_one, _stacked, _joined])
 def test_experts_are_read_under_all_their_names(
     tmp_path: Path,
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
     spelled: Callable[..., dict[str, Any]],
-    preset: str,
+    model_type: str,
 ) -> None:
-    """Whether mlx-lm's class stacks them or not."""
-    monkeypatch.setitem(PRESETS, "tiny-qwen3_5_moe", tiny("qwen3_5_moe_text"))
-    config, arrays = weights_of(preset)
+    """Whether the class stacks them or not; the two classes with filters add 1 to norms, too."""
+    settings = tiny(model_type) | {"moe_intermediate_size": 48}  # no matrix is square
+    monkeypatch.setitem(PRESETS, "tiny", settings)
+    config, arrays = weights_of("tiny")
     written = spelled(arrays, config["num_experts"])
     assert written.keys() != arrays.keys() or spelled is _stacked
+    filters = [name for name in arrays if name.endswith("conv1d.weight")]
+    if filters and spelled is not _stacked:
+        written |= {name: np.moveaxis(arrays[name], 2, 1) for name in filters}
+        arrays = {name: a + 1 if name.endswith(ONE_MORE) else a for name, a in arrays.items()}
     with open_checkpoint(str(write_folder(tmp_path / "m", config, written))) as read:
         assert {*read.names()} == {*arrays}
         for name, array in arrays.items():
             first, last = sorted(rng.choice(len(array) + 1, 2, replace=False).tolist())
             np.testing.assert_array_equal(read.rows(name, first, last), array[first:last])
             np.testing.assert_array_equal(whole(read, name), array)
+
+
+@pytest.mark.parametrize("changed", [-1, 1])
+def test_an_expert_of_another_shape_is_named(tmp_path: Path, changed: int) -> None:
+    config, arrays = weights_of("tiny-qwen3-moe")
+    written = _one_by_one(arrays, config["num_experts"])
+    name = next(name for name in written if name.endswith("experts.1.up_proj.weight"))
+    shape = np.add(written[name].shape, (0, changed))
+    written[name] = np.zeros(shape, np.float32)
+    with pytest.raises(BundleError, match=re.escape(name)):
+        open_checkpoint(str(write_folder(tmp_path / "m", config, written)))
 
 
 def test_experts_that_mlx_has_quantized_keep_their_integers(tmp_path: Path) -> None:
