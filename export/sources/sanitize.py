@@ -82,7 +82,7 @@ def tensors_made(
     apart, given = _one_by_one(shapes), shapes
     stacks = {part.source for part in apart.values()}
     shapes = {name: shape for name, shape in given.items() if name not in stacks}
-    shapes |= {one: (p.rows, given[p.source][-1]) for one, p in apart.items()}
+    shapes |= {single: (p.rows, given[p.source][-1]) for single, p in apart.items()}
     heights = [prod(shape[:-1]) if len(shape) > 1 else prod(shape) for shape in shapes.values()]
     if not hasattr(model, "sanitize"):
         whole = zip(shapes, heights, strict=True)
@@ -139,8 +139,8 @@ def _one_by_one(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Made]:
         rows = height // len(parts)
         for number in range(count):
             for at, part in enumerate(parts):
-                one = f"{base}experts.{number}.{part}.weight"
-                singles[one] = Made(name, number * height + at * rows, rows)
+                single = f"{base}experts.{number}.{part}.weight"
+                singles[single] = Made(name, number * height + at * rows, rows)
     return singles
 
 

@@ -87,7 +87,7 @@ def facts_of(bundle: Bundle) -> dict[str, Any]:
 
 
 def describe_bundle(bundle: Bundle) -> str:
-    """A bundle as text, as `ondevice inspect` prints it."""
+    """A bundle but for its matrices, as `ondevice inspect` prints it."""
     m = bundle.manifest
     parameters = sum(x.rows * x.columns for x in m.matrices.values())
     trainable = sum(
@@ -115,7 +115,12 @@ def describe_bundle(bundle: Bundle) -> str:
         members = [b.label for b in m.blocks if b.type == name]
         shown = members[0] if len(members) == 1 else f"{members[0]} and {len(members) - 1} more"
         lines += [f"{name} ({shown}):", *_operations(block_type), ""]
-    rows = [("matrix", "shape", "bits", "group", "bytes", "relative error")]
+    return "\n".join(lines)
+
+
+def describe_matrices(bundle: Bundle) -> str:
+    """A table of a bundle's matrices."""
+    rows = [("matrix", "shape", "bits", "group", "bytes", "error")]
     rows += [
         (
             name,
@@ -125,9 +130,9 @@ def describe_bundle(bundle: Bundle) -> str:
             format_bytes(x.nbytes),
             _error(x),
         )
-        for name, x in m.matrices.items()
+        for name, x in bundle.manifest.matrices.items()
     ]
-    return "\n".join([*lines, _table(rows)])
+    return _table(rows)
 
 
 def _graphs(manifest: Manifest) -> str:

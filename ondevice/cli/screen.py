@@ -1,7 +1,7 @@
 """All that a command writes: results on stdout, notes on stderr, and a line of progress below.
 
 A terminal is shown prose in lines of at most 80 columns. Files and pipes get lines whole, since
-programs read them line by line; data, and commands to copy, stay whole everywhere.
+programs read them line by line; data stay whole everywhere.
 Text from data can hold control characters. A terminal would obey them, so it is shown them escaped;
 files and pipes get the text as it is.
 """

@@ -11,17 +11,17 @@ from runtime.config.base import Config, Group, expanded, type_of
 
 
 class Once(argparse.Action):
-    """Stores a flag's value, and refuses a second one, of which no order should decide."""
+    """Stores a flag's value, and refuses a different one, since no order should decide."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, word: Any = None) -> None:
         before = getattr(namespace, self.dest, None)
-        if before is not None:
+        if before not in (None, values):
             metavar = str(self.metavar)
             takes_several = metavar == "NAMES" or ("," in metavar and metavar[0] != "{")
-            more = f"; give several together, as {before},{values}" * takes_several
-            parser.error(
-                f"{word} is given twice, as {before} and as {values}{more or '; give one'}"
-            )
+            more = "give one; what is usual can stand in a file for --config"
+            if takes_several:
+                more = f"give several together, as {before},{values}"
+            parser.error(f"{word} is given twice, as {before} and as {values}; {more}")
         setattr(namespace, self.dest, values)
 
 

@@ -79,6 +79,7 @@ SEED = Check(lambda value: value >= 0, "a whole number from 0 to 2^63 - 1")
 SMALLEST_PLAIN_BYTES = 1_000_000  # that a number without a unit can mean
 MOST_SHOWN = 100  # characters of a wrong value in a message
 FILLED = Check(lambda value: bool(value.strip()), "a name that is not empty")
+ALL_FILLED = Check(lambda names: all(map(str.strip, names)), "names that are not empty")
 SIZE = Check(is_size, "a size such as 300MB, 1.5GB or 512MiB", _in_megabytes)
 INCREASING = Check(
     lambda values: 0 < len(values) <= 64 and rise((0, *values, MOST_TOKENS + 1)),
@@ -93,7 +94,7 @@ def rise(values: Sequence[float]) -> bool:
 
 def between(least: float, most: float, usual: str, *, or_zero: bool = False) -> Check:
     """The condition on a number that it has a size that computes something, or is 0."""
-    wanted = f"{'0, or ' * or_zero}from {least:g} to {most:g}; {usual}"
+    wanted = f"{'0, or ' * or_zero}from {least:g} to {most:,.12g}; {usual}"
     return Check(lambda value: least <= value <= most or (or_zero and value == 0), wanted)
 
 
@@ -277,14 +278,21 @@ def _normal(setting: Field[Any], value: Any) -> Any:
     """A valid value, converted to the field's type."""
     if setting.type in ("float", "float | None") and value is not None:
         return float(value)
-    if setting.metadata["check"] is FILLED and value is not None:
+    check = setting.metadata["check"]
+    if check is ALL_FILLED:
+        return tuple(map(expanded, value))
+    if check is FILLED and value is not None:
         return expanded(value)
     return tuple(value) if isinstance(value, list) else value
 
 
 def expanded(path: str) -> str:
     """A path with the user's folder for ~/, which the shell leaves as it is in --output=~/run."""
-    return str(Path(path).expanduser()) if path.startswith("~/") else path
+    if not path.startswith("~/"):
+        return path
+    with suppress(RuntimeError):  # the user has no folder
+        return str(Path(path).expanduser())
+    return path
 
 
 def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:

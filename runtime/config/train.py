@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from runtime.config.base import (
+    ALL_FILLED,
     COUNT,
     FILLED,
     NOT_NEGATIVE,
@@ -49,7 +50,6 @@ _LENGTHS = ", ".join(
     ]
 )
 GENERAL, NO_DATA = "general", "none"  # of --also-evaluate
-_FILLED = Check(lambda names: all(map(str.strip, names)), "names that are not empty")
 RATE = between(1e-12, 1e4, f"usual are {_RATES}; larger ones leave nothing of a model")
 EPSILON = between(
     1e-7, 1, "usual is 0.001, and float32 loses smaller changes than 1e-07 of values near 1"
@@ -152,7 +152,7 @@ class TrainConfig(StepConfig, DataOptions):
         "data whose loss is measured before and after training, to see what the model forgets; "
         f"give it again for more. {GENERAL} is a short text of everyday questions and sentences "
         f"that comes with ondevice (not with random rows); {NO_DATA} measures nothing",
-        _FILLED,
+        ALL_FILLED,
         Group.EVALUATION,
         metavar="DATA",
     )
@@ -220,11 +220,6 @@ class TrainConfig(StepConfig, DataOptions):
         if unseen and not self.eval_every:
             need = f"{' and '.join(unseen)} {'needs' if len(unseen) == 1 else 'need'} eval_every"
             problems.append(f"{need}: the held-out loss is measured only then")
-        if self.patience and self.steps is not None and self.eval_every > self.steps:
-            problems.append(
-                f"eval_every {self.eval_every} > steps {self.steps}: nothing is evaluated before "
-                "the end, so patience would have no effect"
-            )
         if self.min_delta and not self.patience:
             problems.append("min_delta needs patience: nothing else compares with it")
         refuse(type(self), problems)

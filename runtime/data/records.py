@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import codecs
 import csv
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from runtime.core.documents import from_json_once, from_json_values
@@ -46,7 +47,7 @@ _OTHERS = {
     b"%PDF-": ("a PDF file", "save its text"),
     LFS_POINTER: (FETCH.partition(":")[0], FETCH.partition(": ")[2]),
 }
-_PARQUET = {b"PAR1": ("a Parquet file", "name it .parquet")}
+_PARQUET = b"PAR1"  # its first bytes, and its last ones
 _PAGES = (b"<!doctype html", b"<html")
 _UNCLOSED = 'a cell that begins with " does not end with it; a " inside a cell is written twice'
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
@@ -75,7 +76,9 @@ def encoding_of(file: Path, say: Note = silent) -> str:
     UTF-16 without a mark is known by its zeros, which no text in UTF-8 has. Raises OSError, and
     DataError for a file that is no text.
     """
-    head = _checked_head(file, _PARQUET)[:_TEXT_BYTES]
+    head = _checked_head(file)[:_TEXT_BYTES]
+    if head.startswith(_PARQUET) and _last_bytes(file) == _PARQUET:
+        raise DataError(f"{file} is a Parquet file; name it .parquet")
     for mark, encoding in _BYTE_ORDER_MARKS.items():
         if head.startswith(mark):
             say(f"in {encoding.upper()}")
@@ -87,11 +90,17 @@ def encoding_of(file: Path, say: Note = silent) -> str:
     return _UTF8
 
 
-def _checked_head(file: Path, more: Mapping[bytes, tuple[str, str]]) -> bytes:
+def _last_bytes(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(-len(_PARQUET), os.SEEK_END)
+        return opened.read()
+
+
+def _checked_head(file: Path) -> bytes:
     """The first bytes of a file. Raises DataError where they are of a file of another kind."""
     with file.open("rb") as opened:
         head = opened.read(_HEAD_BYTES)
-    for mark, (kind, way_out) in {**_OTHERS, **more}.items():
+    for mark, (kind, way_out) in _OTHERS.items():
         if head.startswith(mark):
             raise DataError(f"{file} is {kind}; {way_out}")
     if head[257:262] == b"ustar":
@@ -268,7 +277,7 @@ def _parquet(file: Path, say: Note) -> Records:
             "convert the file to .jsonl"
         ) from None
     number = 0
-    _checked_head(file, {})
+    _checked_head(file)
     try:
         with ParquetFile(file) as opened:
             for batch in opened.iter_batches(_BATCH_ROWS):

@@ -46,6 +46,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
 READ_ALL = Reading()
 _ADDRESS = re.compile(r"[a-z0-9]+:/")  # a path has lost the second / of its own
+READ_BY_PEOPLE = ("readme", "license", "requirements", "changelog", "notice", "citation")
 # files by which datasets describe a folder
 DESCRIBING = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 
@@ -102,6 +103,7 @@ def beside_splits(folder: Path) -> tuple[str, ...]:
         for file in sorted(folder.iterdir())
         if file.stem not in known
         and file.name not in DESCRIBING
+        and file.stem.lower() not in READ_BY_PEOPLE
         and suffix_of(file) in DATA_SUFFIXES
         and file.is_file()
     )

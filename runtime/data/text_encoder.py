@@ -153,7 +153,7 @@ class Unknown:
         by_words = isinstance(self._tokenizer.model, models.WordLevel | models.WordPiece)
         if not by_words and not any(map(self._has_none, set(text))):
             return []
-        text = self._special.sub("", text)
+        text = self._special.sub(" ", text)
         if by_words:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
             places = zip(encoding.ids, encoding.offsets, strict=True)

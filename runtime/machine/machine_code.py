@@ -14,6 +14,7 @@ import hashlib
 import mmap
 import os
 import platform
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,6 +35,7 @@ Function = Any
 """It takes addresses and 64-bit integers, returns nothing, and has its own `address`."""
 INSTALL = "pip install --force-reinstall llvmlite"
 DIGEST_BYTES = 32
+LLVM_MB = 130  # of the compiling process
 _own: dict[str, bytes] = {}  # code that the cache folder does not keep, by its name there
 _refusals: list[str] = []  # why it does not
 
@@ -115,7 +117,7 @@ def _compiled(source: IO[bytes], count: int) -> list[bytes]:
 
 
 def _run(files: Sequence[IO[bytes]], said: IO[bytes]) -> str:
-    """Run the compiling process to its end; returns why it could not be started, else nothing."""
+    """Run the compiling process; returns why it was not started or not run to its end, if so."""
     if not sys.executable:
         return "this Python does not know its own program"
     places = [f"/proc/self/fd/{file.fileno()}" for file in files]
@@ -126,7 +128,10 @@ def _run(files: Sequence[IO[bytes]], said: IO[bytes]) -> str:
     except OSError as problem:
         return f"{sys.executable}: {problem.strerror}"
     with suppress(ChildProcessError):  # it has ended, and the system keeps no status
-        os.waitpid(process, 0)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        if code < 0:
+            name = signal.Signals(-code).name
+            return f"{name} ended it, as where memory is short: it takes about {LLVM_MB} MB"
     return ""
 
 
@@ -222,18 +227,20 @@ def _folder() -> Path:
 def _name(text: str | Text) -> str:
     if isinstance(text, Text):
         write = text.write
-        text = f"{write.__module__}.{write.__qualname__}{text.settings}\0{_writers()}"
+        text = f"{write.__module__}.{write.__qualname__}{text.settings}\0{_WRITERS_DIGEST}"
     return hashlib.sha256(f"{text}\0{_setting()}".encode()).hexdigest()
 
 
-@cache
 def _writers() -> str:
-    """The SHA-256 of the sources in which texts are written: these folders import no others."""
+    """The SHA-256 of the sources in which texts are written, which import no others for that."""
     digest, runtime = hashlib.sha256(), Path(__file__).parents[1]
     for folder in WRITERS:
         for path in sorted((runtime / folder).glob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+_WRITERS_DIGEST = _writers()  # now, while the files are those that this process imports
 
 
 @cache

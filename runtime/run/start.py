@@ -147,6 +147,11 @@ def _begin(
         chosen = _first_plan(config, bundle, team, events)
     fixed = settled(fixed, samples, events.note)
     fixed = replace(fixed, compute_dtype=chosen.compute_dtype)  # no longer "auto"
+    if fixed.patience and fixed.eval_every > (fixed.steps or 0):
+        raise UsageError(
+            f"--eval-every {fixed.eval_every} > --steps {fixed.steps}: nothing is evaluated before "
+            "the end, so --patience would have no effect"
+        )
     if rows.valid is None and fixed.eval_every:
         raise UsageError(
             "--eval-every needs held-out data: give --eval-data or --valid-split, or a "

@@ -36,7 +36,7 @@ def run_export(arguments: argparse.Namespace) -> None:
 def run_inspect(arguments: argparse.Namespace) -> None:
     """Show a bundle."""
     config = configuration(InspectConfig, arguments)
-    from ondevice.cli.describe import describe_bundle, facts_of
+    from ondevice.cli.describe import describe_bundle, describe_matrices, facts_of
     from runtime.bundle.store import open_bundle
 
     bundle = open_bundle(config.bundle)
@@ -46,6 +46,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         print_json({**facts_of(bundle), "verified": config.verify}, indent=1)
         return
     out(describe_bundle(bundle))
+    out(describe_matrices(bundle), is_data=True)  # names can be long
     if config.verify:
         out("every file agrees with its checksum")
 

@@ -10,7 +10,7 @@ from support.bundles import Tiny
 from support.plans import LINUX, MAC, PLENTY, plan_of, task_of
 
 from ondevice.cli.commands import COMMANDS, Command
-from ondevice.cli.describe import describe_bundle, describe_plan, facts_of
+from ondevice.cli.describe import describe_matrices, describe_plan, facts_of
 from ondevice.cli.parser import command_parser
 from runtime.config.arguments import flag
 from runtime.core.units import format_bytes
@@ -19,7 +19,7 @@ from runtime.machine.machine import Machine
 
 def test_a_matrix_is_described_as_it_is_stored(tiny: Tiny) -> None:
     bundle = tiny("qwen2", "mixed")
-    lines = {line.split()[0]: line.split() for line in describe_bundle(bundle).splitlines() if line}
+    lines = {line.split()[0]: line.split() for line in describe_matrices(bundle).splitlines()}
     facts = facts_of(bundle)["matrices"]
     for name, matrix in bundle.manifest.matrices.items():
         stored = [str(matrix.bits), str(matrix.group_size)]

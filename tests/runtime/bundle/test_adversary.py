@@ -26,7 +26,7 @@ from support.bundles import (
 from support.models import model_of
 from support.mutations import mutate
 
-from ondevice.cli.describe import describe_bundle, facts_of
+from ondevice.cli.describe import describe_bundle, describe_matrices, facts_of
 from runtime.bundle.checks import check_manifest
 from runtime.bundle.manifest import manifest_bytes
 from runtime.bundle.store import Bundle, open_bundle
@@ -302,7 +302,7 @@ def runs(path: Path, rng: Rng) -> None:
 
 def inspect(bundle: Bundle) -> None:
     """What is accepted can be shown, as text and as strict JSON."""
-    describe_bundle(bundle).encode()
+    (describe_bundle(bundle) + describe_matrices(bundle)).encode()
     json.dumps(facts_of(bundle), ensure_ascii=False, allow_nan=False).encode()
 
 

@@ -176,7 +176,7 @@ INTS = ("-1", str(-(2**62)), str(2**62), str(2**70), "nan", "1e3")
 def test_a_refusal_says_what_is_usual() -> None:
     with pytest.raises(UsageError) as refusal:
         load(TrainConfig, None, {**TRAIN, "learning_rate": "1e10", "warmup_steps": 9, "steps": 5})
-    assert "learning_rate is 10000000000.0; it must be from 1e-12 to 10000; usual are " in (
+    assert "learning_rate is 10000000000.0; it must be from 1e-12 to 10,000; usual are " in (
         str(refusal.value)
     )
     with pytest.raises(UsageError, match=r"warmup_steps 9 > steps 5: .* usual is a tenth"):
@@ -189,10 +189,12 @@ def test_a_tilde_that_the_shell_leaves_is_the_user_s_folder(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "c.toml").write_text("steps = 3\noutput = '~/run'\n")
     typed = ["train", "~/b", "--data=~/d", "--config=~/c.toml", "--adapter=~user/a"]
+    typed += ["--also-evaluate=~/e", "--also-evaluate=f"]
     namespace = whole_parser("train").parse_args(typed)
     made = load(TrainConfig, namespace.config, arguments.given(namespace, TrainConfig))
     assert (made.bundle, made.data) == (f"{tmp_path}/b", f"{tmp_path}/d")
     assert (made.output, made.adapter) == (f"{tmp_path}/run", "~user/a")
+    assert made.also_evaluate == (f"{tmp_path}/e", "f")
 
 
 def test_text_in_a_file_is_not_taken_for_a_number(tmp_path: Path) -> None:
@@ -313,15 +315,15 @@ def test_a_flag_that_is_given_twice_is_refused(command: Command) -> None:
             if typed:
                 with pytest.raises(UsageError, match=said):
                     parser.parse_args(typed)
-            if action.nargs == 0:
-                parser.parse_args([word, word])  # which says the same
+            same = [word] if action.nargs == 0 else [word, str((action.choices or ["1"])[0])]
+            parser.parse_args(2 * same)  # which says the same
 
 
 def test_several_values_go_together() -> None:
     export, train = (whole_parser(name).parse_args for name in ("export", "train"))
     with pytest.raises(UsageError, match="as 16 and as 32; give several together, as 16,32; see: "):
         export(["export", "m", "--seq-lens=16", "--seq-lens", "32"])
-    with pytest.raises(UsageError, match="as linear and as cosine; give one; see: ondevice train"):
+    with pytest.raises(UsageError, match="as linear and as cosine; give one; what is usual "):
         train(["train", "m", "--lr-schedule=linear", "--lr-schedule=cosine"])
 
 

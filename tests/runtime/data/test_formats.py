@@ -243,7 +243,7 @@ def test_what_is_unusual_about_a_file_is_counted_with_its_format(bundle: Path) -
         ("a.jsonl", bz2.compress(b"a"), r"is compressed \(bzip2\); unpack it"),
         ("a.csv", b"a.csv" + bytes(252) + b"ustar", r"is an archive \(tar\); unpack it"),
         ("a.csv", b"version https://git-lfs.github.com/spec/v1", "is a pointer of Git LFS; fetch"),
-        ("a.jsonl", b"PAR1", r"is a Parquet file; name it .parquet"),
+        ("a.jsonl", b"PAR1\x15\x04PAR1", r"is a Parquet file; name it .parquet"),
         ("a.json", b"ARROW1\0\0", r"is an Arrow file; save it as .jsonl, .csv or .parquet"),
         ("a.csv", b"\n <!DOCTYPE html><html>", "is a web page, as a download gives"),
         (
@@ -270,6 +270,11 @@ def test_a_web_page_may_be_text(bundle: Path) -> None:
     assert len(tokenize(bundle, file, 8, bundle.parent / "out")) == 1
 
 
+def test_a_table_that_begins_as_parquet_does_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("PAR1,PAR2\n1,2\n")
+    assert [row for _, row in records(tmp_path / "a.csv")] == [{"PAR1": "1", "PAR2": "2"}]
+
+
 def test_a_folder_s_files_that_are_no_split_are_named(bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     with pytest.raises(DataError, match="has no train file, and nothing else; name one file, or"):
@@ -278,7 +283,7 @@ def test_a_folder_s_files_that_are_no_split_are_named(bundle: Path, tmp_path: Pa
         (tmp_path / "data" / name).write_text('{"text": "a"}')
     with pytest.raises(DataError, match=r"it has 'dataset_infos.json', 'notes.md', 'part-1.jsonl'"):
         prepare_tokens(bundle, tmp_path / "data", "train", 8, tmp_path / "out")
-    for name in ("train.jsonl", "eval.jsonl"):
+    for name in ("train.jsonl", "eval.jsonl", "README.txt"):
         (tmp_path / "data" / name).write_text('{"text": "a"}')
     prepare_tokens(bundle, tmp_path / "data", "train", 8, tmp_path / "out")
     report = TokenRows(tmp_path / "out", VOCAB).report

@@ -165,6 +165,7 @@ MODELS = {
 @pytest.mark.parametrize(
     ("kind", "normalizer", "text", "unknown"),
     [
+        ("words", None, "the<eos>cat", []),
         ("words", None, "the cat  the", []),  # of which no letter has a token
         ("words", None, "the tact the Cat", ["Cat", "tact"]),
         ("pieces", None, "cat the", []),  # t stands in words alone
@@ -182,6 +183,7 @@ def test_what_a_tokenizer_knows_is_not_named(
 ) -> None:
     bundle = make_bundle(tmp_path / "bundle", {})
     tokenizer = Tokenizer(MODELS[kind])
+    tokenizer.add_special_tokens(["<eos>"])
     if kind != "letters":
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if normalizer is not None:

@@ -91,7 +91,7 @@ def test_a_text_is_written_once_for_its_settings_and_the_sources(
 
     assert [looked_up_anew(first) for first in (7, 8, 7, 8)] == [7, 8, 7, 8]
     assert wrote == [7, 8]
-    monkeypatch.setattr(machine_code, "_writers", lambda: "changed")
+    monkeypatch.setattr(machine_code, "_WRITERS_DIGEST", "changed")
     assert looked_up_anew(7) == 7 and wrote == [7, 8, 7]
 
 
@@ -161,11 +161,17 @@ def test_what_cannot_be_compiled_or_mapped_is_said(
     lacking.cache_clear()
 
 
-def test_a_process_that_does_not_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_compile_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    killed = tmp_path / "killed"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o755)
     for program, reason in (
         ("", "does not know its own program"),
         ("/nowhere", "/nowhere: No such file"),
         ("/bin/true", "it said nothing"),
+        (str(killed), "SIGKILL ended it, as where memory is short"),
     ):
         monkeypatch.setattr("sys.executable", program)
         with pytest.raises(UsageError, match=rf"cannot compile \(.*{reason}"):

@@ -185,7 +185,7 @@ def test_what_watches_the_held_out_loss_needs_it(bundle: Path, tmp_path: Path) -
         ({"patience": 3}, ["--keep-best"], "keep_best and patience need eval_every"),
         ({"min_delta": 0.1, "eval_every": 2}, [], "min_delta needs patience"),
         ({"keep": 0}, [], "keep is 0"),
-        ({"patience": 3, "eval_every": 4}, [], "eval_every 4 > steps 3: nothing is evaluated bef"),
+        ({"patience": 3, "eval_every": 4}, [], "--eval-every 4 > --steps 3: nothing is evaluated"),
         ({"patience": -1}, [], "patience is -1"),
     ]
     for options, flags, said in cases:
