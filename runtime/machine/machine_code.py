@@ -35,7 +35,7 @@ Function = Any
 """It takes addresses and 64-bit integers, returns nothing, and has its own `address`."""
 INSTALL = "pip install --force-reinstall llvmlite"
 DIGEST_BYTES = 32
-LLVM_MB = 130  # of the compiling process
+LLVM_MB = 90  # of the compiling process, as measured
 _own: dict[str, bytes] = {}  # code that the cache folder does not keep, by its name there
 _refusals: list[str] = []  # why it does not
 
