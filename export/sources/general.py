@@ -83,7 +83,7 @@ def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
     try:
         whole = kind.from_dict(_decoded(stated))
         made: dict[str, Any] = whole.to_dict()
-    except (StrictDataclassError, LookupError) as e:
+    except (StrictDataclassError, LookupError, RuntimeError, ArithmeticError) as e:
         raise ValueError(f"transformers refuses it: {e}") from e
     finally:
         transformers.logging.set_verbosity(said)
