@@ -294,10 +294,12 @@ def _language_model(
         dropped = sorted(stored.keys() - taken - {f"{_HEAD}.weight"})
         made, tensors = (made | sanitized, tensors) if complete else (sanitized, {})
         tensors |= {name: _joined(stored, parts) for name, parts in sanitized.items()}
-    split = _split_experts(made, tensors, expected)
-    tensors = {name: tensor for name, tensor in tensors.items() if name in split or name in apart}
-    tensors |= {n: _joined(stored, parts) for n, parts in split.items() if n not in tensors}
-    _check_experts(stored, split, where)
+    parts_of = _with_experts_stacked(made, tensors, expected)
+    tensors = {
+        name: tensor for name, tensor in tensors.items() if name in parts_of or name in apart
+    }
+    tensors |= {n: _joined(stored, parts) for n, parts in parts_of.items() if n not in tensors}
+    _check_experts(stored, parts_of, where)
     # experts, which a file has one behind the other
     tensors = {
         name: tensor.flat() if _holds_experts(name, expected) else tensor
@@ -316,8 +318,8 @@ def _language_model(
             f"{example.partition('.0.')[0]}.0; they are {first_names([*others, *tensors])}; save "
             "it with transformers' save_pretrained, as a model for causal language modelling"
         )
-    split = {name: parts for name, parts in split.items() if name in tensors}
-    return tensors, others, {**_origins(stored, split, outer), **apart}
+    parts_of = {name: parts for name, parts in parts_of.items() if name in tensors}
+    return tensors, others, {**_origins(stored, parts_of, outer), **apart}
 
 
 def _made(
@@ -327,7 +329,7 @@ def _made(
     expected: Mapping[str, tuple[int, ...]],
     where: str,
 ) -> dict[str, list[Made]]:
-    """What `sanitize` makes of the stored tensors.
+    """The parts of stored tensors that `sanitize` puts together, by the names that it gives.
 
     Raises BundleError, with the names of missing tensors where most others are there.
     """
@@ -423,24 +425,23 @@ def _part(tensor: StoredTensor, part: Made) -> StoredTensor:
     return rows if part.columns is None else rows.across(*part.columns)
 
 
-def _split_experts(
+def _with_experts_stacked(
     made: Mapping[str, list[Made]],
     tensors: Mapping[str, AnyTensor],
     expected: Mapping[str, tuple[int, ...]],
 ) -> dict[str, list[Made]]:
-    """What is made with gate and up of experts apart, which transformers 5 may have in one tensor.
+    """The parts of each tensor; those of experts that the class has not stacked are one tensor's.
 
-    That is experts.gate_up_proj (N, 2 W, C), beside experts.down_proj (N, C, W). Experts that the
-    class has not stacked are one below the other.
+    They lie one below the other in it.
     """
-    split = {name: parts for name, parts in made.items() if name in tensors}
+    parts_of = {name: parts for name, parts in made.items() if name in tensors}
     for name in expected:
         before, stacked, after = name.partition("switch_mlp.")
         number = 0
-        while stacked and (own := split.pop(f"{before}experts.{number}.{after}", None)):
-            split.setdefault(name, []).extend(own)
+        while stacked and (own := parts_of.pop(f"{before}experts.{number}.{after}", None)):
+            parts_of.setdefault(name, []).extend(own)
             number += 1
-    return split
+    return parts_of
 
 
 def _holds_experts(name: str, expected: Mapping[str, tuple[int, ...]]) -> bool:

@@ -232,7 +232,7 @@ def _name(text: str | Text) -> str:
 
 
 def _writers() -> str:
-    """The SHA-256 of the sources in which texts are written, which import no others for that."""
+    """The SHA-256 of all sources whose functions run while a text is written."""
     digest, runtime = hashlib.sha256(), Path(__file__).parents[1]
     for folder in WRITERS:
         for path in sorted((runtime / folder).glob("*.py")):

@@ -293,7 +293,7 @@ class ZerothOrder:
         return groups
 
     def _losses(self, going: Pass) -> Numbers:
-        """What `_summed` says of each group."""
+        """The numbers of each group: see `_summed`."""
         model, _, rows, lanes = going
         head, objective = model.blocks[-1], self.objective
         numbers: Numbers = {}
