@@ -122,7 +122,10 @@ class _Stored:
 
     def rows(self, model: FusedCheckpoint, start: int, stop: int) -> F32:
         """Those from start to stop, as rows of values."""
-        whole, values_of_each = self.parts[0][0], self.read_as[1]
+        (whole, own, top), values_of_each = self.parts[0], self.read_as[1]
+        if whole == Origin(whole.name, 0, whole.height, whole.height):  # so without a second array
+            rows = model.rows(own, top + start, top + stop).reshape(stop - start, values_of_each)
+            return rows - np.float32(self.added) if self.added else rows
         if whole.transposed:
             start, stop = start * whole.height, stop * whole.height
             values_of_each //= whole.height
