@@ -44,10 +44,16 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
     """Run a benchmark and write its JSON and pictures; returns the content of the JSON.
 
     Raises:
-        UsageError: no such benchmark or model, or the output has no folder.
+        UsageError: no such benchmark or model, an option that it does not use, or the output has
+            no folder.
         InterruptedRunError: a signal arrived; the JSON holds the finished rows.
     """
     benchmark = find(config.name)
+    defaults = {option.name: option.default for option in fields(config)}
+    for name in benchmark.unused:
+        if (value := getattr(config, name)) != defaults[name]:
+            problem = f"bench {config.name} does not use it; leave it out"
+            raise UsageError(f"{flag(name, value)}: {problem}")
     models = config.model_names or benchmark.models
     check_models(models)
     output = Path(config.output or f"{config.name}.json")

@@ -189,8 +189,8 @@ def each_case(measured: Callable[[Bench, Path, str, int], Row]) -> Callable[[Ben
 class Benchmark:
     """One entry of `ondevice bench`.
 
-    `models`, `lengths` and `budgets` are measured where the command
-    line names no others; `pictures` returns charts by file name suffix.
+    `models`, `lengths` and `budgets` are measured where the command line names no others; options
+    in `unused` are refused; `pictures` returns charts by file name suffix.
     """
 
     text: str
@@ -203,6 +203,7 @@ class Benchmark:
     pictures: Callable[[Sequence[Row]], Mapping[str, Sequence[Chart]]] = lambda rows: {}
     facts: Callable[[Sequence[Row]], Mapping[str, Any]] = lambda rows: {}
     budgets: Sequence[str] = ("1GB",)
+    unused: Sequence[str] = ("peers", "python")
 
 
 def place(row: Row) -> tuple[str, str]:

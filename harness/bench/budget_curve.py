@@ -226,4 +226,5 @@ CURVE = Benchmark(
     ),
     _pictures,
     budgets=(),
+    unused=("peers", "python", "plans"),
 )

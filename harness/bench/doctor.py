@@ -140,4 +140,5 @@ DOCTOR = Benchmark(
     _tables,
     ("weights are random, in the models' shapes; a step trains LoRA rank 8 on one row",),
     budgets=(SMALL, LARGE),
+    unused=("peers", "python", "plans", "compute_dtype"),
 )

@@ -202,4 +202,5 @@ MACHINE = Benchmark(
     ),
     budgets=BUDGETS,
     facts=measured_machine,
+    unused=("peers", "python", "plans", "compute_dtype"),
 )

@@ -17,7 +17,6 @@ from harness.bench.benchmark import (
     Benchmark,
     Cells,
     Row,
-    Variant,
     around,
     megabytes,
     seconds,
@@ -50,10 +49,11 @@ def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
         model,
         length,
         bench.config.steps,
-        bench.budget(bundle, length, Variant(METHOD, "budget", bench.budgets[0])),
+        bench.budget(bundle, length, *bench.ours(METHOD)),
         python,
         cores(),
         bench.runs,
+        *bench.config.compute_dtypes,
     )
     outcomes = in_turn(
         {name: partial(setup.measure, name) for name in names},
@@ -67,6 +67,7 @@ def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
     variants = [_figures(name, outcomes) for name in names]
     return {
         "budget": setup.budget,
+        "compute_dtype": setup.compute_dtype,
         "threads": setup.threads,
         "lora": {"rank": RANK, "alpha": ALPHA, "targets": "all-linear"},
         "inherited": inherited(),
@@ -78,6 +79,9 @@ def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
 def _check(bench: Bench, names: Sequence[str]) -> None:
     if len(bench.budgets) != 1:
         raise UsageError(f"--budget {bench.config.budget}: peers takes one budget, for ours")
+    if len(bench.config.compute_dtypes) != 1:
+        dtypes = bench.config.compute_dtype
+        raise UsageError(f"--compute-dtype {dtypes}: peers takes one type, for ours")
     if unknown := [name for name in names if name not in PROGRAMS]:
         raise UsageError(f"peers {', '.join(unknown)}: choose some of {', '.join(PROGRAMS)}")
     if bench.config.python and not Path(bench.config.python).is_file():
@@ -174,4 +178,5 @@ PEERS = Benchmark(
         f"some of {', '.join(PROGRAMS)}",
     ),
     budgets=("400MB",),
+    unused=("plans", "seed"),
 )

@@ -68,8 +68,8 @@ DEFAULT = tuple(name for name in PROGRAMS if name != "mlx-lm-4bit")
 class Setup:
     """The model that every program trains, and the means to do so.
 
-    bundle: of the model named `preset`, for ours.  python: the interpreter that has torch and peft.
-    scratch: a folder for runs.
+    bundle: of the model named `preset`, for ours, which computes products in `compute_dtype`.
+    python: the interpreter that has torch and peft.  scratch: a folder for runs.
     """
 
     bundle: Path
@@ -80,6 +80,7 @@ class Setup:
     python: str
     threads: int
     scratch: Path
+    compute_dtype: str = "float32"
 
     def measure(self, name: str) -> Process:
         """One process of a program, its command, and how busy other programs kept the machine.
@@ -111,6 +112,7 @@ class Setup:
                 f"--steps={self.steps}",
                 f"--learning-rate={LEARNING_RATE}",
                 f"--method={METHOD}",
+                f"--compute-dtype={self.compute_dtype}",
                 "--save-every=0",
                 *program.flags,
             )

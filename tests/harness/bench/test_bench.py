@@ -317,11 +317,6 @@ def test_bundles_that_cannot_be_made_are_said_so_in_their_rows(
         assert to_text(report).count(row["failed"]) == 2  # in its row, and below
 
 
-def test_generation_is_that_of_the_real_model_alone(bundles: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="leave out --models"):
-        run(bundles, tmp_path, "generation")
-
-
 def test_an_interrupted_benchmark_keeps_its_rows(
     bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,6 +465,7 @@ def test_a_program_that_cannot_run_has_its_reason_without_paths(
         ({"peers": "ours,jax"}, "peers jax: choose some of"),
         ({"python": "no/python"}, "is no interpreter"),
         ({"budget": "1GB,2GB"}, "takes one budget"),
+        ({"compute_dtype": "float32,bfloat16"}, "takes one type"),
     ],
 )
 def test_wrong_peers_are_refused_before_a_bundle_is_made(
@@ -479,6 +475,15 @@ def test_wrong_peers_are_refused_before_a_bundle_is_made(
     with pytest.raises(UsageError, match=said):
         bench(config, lambda text: None)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_options_that_a_benchmark_does_not_use_are_refused(name: str) -> None:
+    others = {"seed": 7, "steps": 9, "compute_dtype": "bfloat16", "plans": "paper"}
+    for unused in find(name).unused:
+        config = BenchConfig(name=name, **{unused: others.get(unused, "1")})
+        with pytest.raises(UsageError, match=f"--{unused.replace('_', '-')}=.* does not use it"):
+            bench(config, lambda text: None)
 
 
 def test_a_benchmarks_lengths_hold_where_no_others_are_asked_for(
