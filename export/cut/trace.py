@@ -46,7 +46,7 @@ class Trace:
 
 @contextmanager
 def _tracing(differentiated: bool) -> Iterator[None]:
-    """Turn off compilation and, for a CPU, replace MLX's sigmoid and tanh by faster ones.
+    """For a CPU, replace MLX's sigmoid and tanh by faster ones.
 
     `mx.contiguous`, which changes no value, is left out: MLX cannot serialize it.
 
@@ -64,7 +64,6 @@ def _tracing(differentiated: bool) -> Iterator[None]:
                 "tanh": _with_slope(_tanh, lambda t: 1 - t * t),
             }
     before = {name: getattr(mx, name) for name in replaced}
-    mx.disable_compile()
     try:
         for name, function in replaced.items():
             setattr(mx, name, function)
@@ -72,7 +71,6 @@ def _tracing(differentiated: bool) -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(mx, name, function)
-        mx.enable_compile()
 
 
 def _sigmoid(x: mx.array) -> mx.array:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import mlx.core as mx
+
 from runtime.core.errors import BundleError
 
 # model types that mlx-lm has no class for, or one that leaves something out, or whose layers are
@@ -31,11 +33,16 @@ def parameters_of(family: str) -> Mapping[str, inspect.Parameter]:
 
 
 def model_module(family: str, where: str = "config") -> ModuleType:
-    """The module of mlx-lm with a family's class. Raises BundleError where there is none."""
+    """The module of mlx-lm with a family's class. Raises BundleError where there is none.
+
+    MLX compiles nothing in this process from then on. On Linux it would call g++, which takes
+    seconds for each function, and ended an export where g++ was newer than MLX's sources allow.
+    """
     if not isinstance(family, str) or family not in module_names():
         raise BundleError(
             f"{where}: architecture {family!r:.40} is not supported: mlx-lm has no class for it"
         )
+    mx.disable_compile()
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # on which some say what they miss
             module = importlib.import_module(OWN.get(family, f"mlx_lm.models.{family}"))

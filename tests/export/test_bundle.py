@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 from support.bundles import Rng, put, settings
 from support.checkpoints import weights_of, write_folder
 from support.files import listing
-from support.runs import here, refuses, struck, succeeds
+from support.runs import here, ondevice, refuses, struck, succeeds
 
 from export import graph_files
 from export.bundle import export_bundle
@@ -273,3 +275,21 @@ def test_refusals(tmp_path: Path) -> None:
     words = ("export", "random:tiny-llama", "-o", output, "--seq-lens", "16")
     succeeds(*words, by=here)
     refuses(2, "--force", *words)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX compiles with g++ on Linux alone")
+def test_an_export_needs_no_compiler(tmp_path: Path) -> None:
+    """MLX's g++ takes seconds, and newer ones refuse its sources."""
+    compiler, calls = tmp_path / "g++", tmp_path / "calls"
+    # as one that is there, and fails to compile
+    compiler.write_text(f"#!/bin/sh\necho $@ >> {calls}\n[ $1 = --version ]\n")
+    compiler.chmod(0o755)
+    done = ondevice(
+        "export",
+        "random:tiny-qwen2",
+        "--seq-lens=32",
+        "-o",
+        tmp_path / "bundle",
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    assert (done.returncode, calls.exists()) == (0, False), done.stderr
