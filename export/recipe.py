@@ -16,6 +16,7 @@ from export.config.export import EIGHT_BIT, ExportConfig
 from export.cut.model import Cut
 from export.sources.source import Checkpoint, slices
 from export.stored import FloatForm, FloatType, QuantizedForm, StoredForm
+from runtime.bundle.manifest import Manifest
 from runtime.config.arguments import flag
 from runtime.core.errors import UsageError
 
@@ -116,15 +117,20 @@ def linear_names(cut: Cut, outside: bool = False) -> set[str]:
     }
 
 
-def expert_names(cut: Cut) -> set[str]:
-    """The last parts of the names of all matrices of experts."""
+def expert_matrices(model: Cut | Manifest) -> set[str]:
+    """The names of all matrices of experts."""
     return {
-        name.split(".")[-1]
-        for block_type in cut.block_types.values()
-        for operation in block_type.operations
+        name
+        for block in model.blocks
+        for operation in model.block_types[block.type].operations
         if operation.experts
-        for name in operation.matrices(str)
+        for name in operation.matrices(block.tensor)
     }
+
+
+def expert_names(cut: Cut) -> set[str]:
+    """The last parts of their names."""
+    return {name.split(".")[-1] for name in expert_matrices(cut)}
 
 
 def _table_names(cut: Cut) -> set[str]:

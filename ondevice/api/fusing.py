@@ -152,7 +152,7 @@ class _Cost:
 
     def read_rows(self) -> None:
         """Read the rows to measure with, if any; bad data are refused at once."""
-        from export.original import COMPARED_TOKENS, OWN_TEXT, TEXT
+        from export.original import OWN_TEXT, own_text
         from runtime.data.source import TokenSource, reading_of
 
         config, manifest = self.config, self.bundle.manifest
@@ -164,8 +164,7 @@ class _Cost:
             length, count = config.max_seq_length, config.eval_rows
             self._rows = self.engine.first_rows(self.bundle, source, length, count)
         elif manifest.files:
-            self._text, length = OWN_TEXT, manifest.usual_bucket
-            self._rows = self.engine.rows(self.bundle, str(TEXT), length, COMPARED_TOKENS, None)
+            self._text, self._rows = OWN_TEXT, own_text(self.engine, self.bundle)
         else:
             self.note(
                 f"the loss is not measured: {self.bundle.path} has no tokenizer, so it reads no "
@@ -179,15 +178,16 @@ class _Cost:
         """
         if not self._rows:
             return
+        from export.passes.engine import Compared
         from runtime.run.traced_graphs import with_graphs
 
         bundle = with_graphs(self.bundle, self.config.device, self.note)
         other = fused(bundle)
         plain = msgspec.structs.replace(bundle.manifest.lora, targets=())
         try:
-            self.quality = self.engine.compare_fused(
-                self.adapters, bundle, other.with_lora(plain), reader, self._rows, self._text
-            )
+            before = Compared(bundle, adapters=self.adapters)
+            after = Compared(other.with_lora(plain), reader)
+            self.quality = self.engine.compare(before, after, self._rows, self._text)
         except BudgetError as problem:
             self.engine.check("while it measured the loss")
             self.note(f"the loss was not measured: {problem}; --no-quality leaves it out")
