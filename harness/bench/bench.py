@@ -11,7 +11,7 @@ import json
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -61,7 +61,7 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
         **provenance(),
         "machine": machine(),
         "settings": {key: value for key, value in vars(config).items() if key not in LOCAL},
-        "paper": _paper(benchmark),
+        "paper": benchmark.paper,
         "notes": list(benchmark.notes),
         "complete": False,
         "rows": [],
@@ -75,13 +75,6 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
             else "interrupted before the first row was finished"
         ) from stop
     return report
-
-
-def _paper(benchmark: Benchmark) -> dict[str, Any] | None:
-    """Where the published figures come from, as JSON."""
-    if benchmark.source is None:
-        return None
-    return asdict(benchmark.source) | {"methods": list(benchmark.source.methods)}
 
 
 def _measure(

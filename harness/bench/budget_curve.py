@@ -213,7 +213,6 @@ def _chart(measured: Mapping[str, Sequence[dict[str, Any]]]) -> Chart:
 
 CURVE = Benchmark(
     "seconds of a step against the budget, from the smallest that fits to 4 GB",
-    None,
     ("qwen2.5-0.5b",),
     (256,),
     each_case(_row),

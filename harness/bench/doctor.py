@@ -133,7 +133,6 @@ def _weights(name: str) -> tuple[int, int]:
 
 DOCTOR = Benchmark(
     "one row for this machine: three shapes with MeBP and MeZO (ondevice doctor --bench)",
-    None,
     MODELS,
     (TOKENS,),
     each_case(_row),

@@ -190,7 +190,6 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
 
 MACHINE = Benchmark(
     "this machine for `--machine`: what its heap holds beyond what is alive, and its speeds",
-    None,
     MODELS,
     LENGTHS,
     each_case(_row),
