@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,11 @@ class Original:
     checkpoint: Checkpoint
     engine: ExportEngine | None
     config: ExportConfig
-    _rows: tuple[Sequence[Row], Sequence[Row]] | None = None
 
     def calibrate(self, tensors: Tensors, cut: Cut) -> dict[str, Any]:
         """Write all tensors, calibrated. Returns the facts about it for the manifest."""
         assert self.engine is not None
-        rows, _ = self._split()
+        rows, _ = self._split
         tokens = sum(len(row.tokens) - 1 for row in rows)
         if tokens < self.config.calibration_tokens:
             self.engine.note(
@@ -97,20 +97,17 @@ class Original:
                     raise
             block = max(LEAST_BLOCK, block // 2 // LEAST_BLOCK * LEAST_BLOCK)
 
+    @cached_property
     def _split(self) -> tuple[Sequence[Row], Sequence[Row]]:
         """The rows to calibrate with, and those that are held out; of few rows none are."""
-        if self._rows is None:
-            assert self.engine is not None and self.config.calibrate is not None
-            tokens = self.config.calibration_tokens * EVERY // (EVERY - 1)
-            length = self.bundle.manifest.usual_bucket
-            rows = self.engine.rows(self.bundle, self.config.calibrate, length, tokens, self.config)
-            held_out = rows[EVERY // 2 :: EVERY]
-            if sum(len(row.scored) for row in held_out) < LEAST_COMPARED:
-                self._rows = rows, []
-            else:
-                others = [row for i, row in enumerate(rows) if i % EVERY != EVERY // 2]
-                self._rows = others, held_out
-        return self._rows
+        assert self.engine is not None and self.config.calibrate is not None
+        tokens = self.config.calibration_tokens * EVERY // (EVERY - 1)
+        length = self.bundle.manifest.usual_bucket
+        rows = self.engine.rows(self.bundle, self.config.calibrate, length, tokens, self.config)
+        held_out = rows[EVERY // 2 :: EVERY]
+        if sum(len(row.scored) for row in held_out) < LEAST_COMPARED:
+            return rows, []
+        return [row for i, row in enumerate(rows) if i % EVERY != EVERY // 2], held_out
 
     def quality_of(self, bundle: Bundle) -> Quality | None:
         """How far a bundle is from this model; None if that cannot be measured, or is not wanted.
@@ -125,7 +122,7 @@ class Original:
             rows: Sequence[Row] = []
             text = f"held-out rows of {self.config.calibrate}"
             if self.config.calibrate is not None:
-                _, rows = self._split()
+                _, rows = self._split
             if not rows:
                 rows, text = own_text(self.engine, self.bundle), OWN_TEXT
             own = Compared(self.bundle, self.checkpoint)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from export.config.export import EIGHT_BIT, ExportConfig
+from export.config.export import EIGHT_BIT, GROUP_SIZES, ExportConfig
 from export.cut.model import Cut
 from export.sources.source import Checkpoint, slices
 from export.stored import FloatForm, FloatType, QuantizedForm, StoredForm
@@ -23,13 +23,12 @@ from runtime.core.errors import UsageError
 
 @dataclass(frozen=True)
 class Use:
-    """A matrix, the block that uses it first, whether that is a layer, and whether it chooses.
+    """A matrix, whether a layer is the first block that uses it, and whether it chooses.
 
     A router, which chooses experts, has as many rows as there are of these.
     """
 
     name: str
-    block: int
     in_layer: bool
     routes: bool
 
@@ -46,7 +45,7 @@ def matrices(cut: Cut) -> Iterator[Use]:
                 if name not in seen:
                     seen.add(name)
                     routes = bool(counts and operation.adaptable) and rows[at] in counts
-                    yield Use(name, index, 0 < index < len(cut.blocks) - 1, routes)
+                    yield Use(name, 0 < index < len(cut.blocks) - 1, routes)
 
 
 def stored_forms(
@@ -155,7 +154,7 @@ def _form(config: ExportConfig, checkpoint: Checkpoint, use: Use, asked: int | N
     columns = checkpoint.shape(f"{use.name}.weight")[1]
     group = config.group_size
     if columns % group:
-        fitting = [str(size) for size in (32, 64, 128) if columns % size == 0]
+        fitting = [str(size) for size in GROUP_SIZES if columns % size == 0]
         raise UsageError(
             f"{use.name} has {columns} columns, which --group-size {group} does not divide; "
             f"use {' or '.join(fitting) or 'another model'}"

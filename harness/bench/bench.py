@@ -17,9 +17,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from export.sources.random import PRESETS
 from harness.bench.benchmark import Bench, Benchmark, failures, remarks
 from harness.config.bench import BenchConfig
-from harness.measure.bundles import check_models
 from harness.measure.command import flag
 from harness.measure.provenance import machine, provenance
 from harness.report.chart import standalone
@@ -49,7 +49,8 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
     """
     benchmark = find(config.name)
     models = config.model_names or benchmark.models
-    check_models(models)
+    if unknown := [name for name in models if name not in PRESETS]:
+        raise UsageError(f"no shapes for {', '.join(unknown)}; there are {', '.join(PRESETS)}")
     output = Path(config.output or f"{config.name}.json")
     if not output.parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}; make it first")

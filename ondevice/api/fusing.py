@@ -196,16 +196,10 @@ class _Cost:
 def _checkpoint(config: FuseConfig, model: FusedCheckpoint, cost: _Cost, progress: Progress) -> int:
     from export.fused.checkpoint import write_checkpoint
 
-    output = Path(config.output)
-    size = write_checkpoint(
-        model, output, _float_type(config), config.shard_bytes, config.force, progress
-    )
+    output, dtype = Path(config.output), cast("FloatType", config.dtype)
+    size = write_checkpoint(model, output, dtype, config.shard_bytes, config.force, progress)
     _measure_written(cost, output)
     return size
-
-
-def _float_type(config: FuseConfig) -> FloatType:
-    return cast("FloatType", config.dtype)
 
 
 def _measure_written(cost: _Cost, path: Path) -> None:
@@ -223,7 +217,8 @@ def _measure_written(cost: _Cost, path: Path) -> None:
 def _gguf(config: FuseConfig, model: FusedCheckpoint, cost: _Cost, progress: Progress) -> int:
     from export.fused.gguf import write_gguf
 
-    path = write_gguf(model, Path(config.output), _float_type(config), config.force, progress)
+    dtype = cast("FloatType", config.dtype)
+    path = write_gguf(model, Path(config.output), dtype, config.force, progress)
     _measure_written(cost, path)
     return path.stat().st_size
 
