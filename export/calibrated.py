@@ -18,7 +18,7 @@ from export.quantize.gptq import Factor, gptq, gptq_bytes, prepare, prepare_byte
 from export.quantize.gram import ALIGN, Gram, add_bytes, gram_bytes, tied_hessian
 from export.quantize.search import Quantized
 from export.sources.source import SLICE_VALUES
-from export.stored import MatrixRows, QuantizedForm
+from export.stored import QuantizedForm
 from export.tensors import Tensors
 from runtime.arrays.stored import Block
 from runtime.core.errors import DataError
@@ -72,13 +72,6 @@ class Calibration:
         most = max(add_bytes(columns, block), prepare_bytes(block), quantizing)
         return gram_bytes(columns, block) + most
 
-    def slices(
-        self, name: str, form: QuantizedForm, factor: Factor, source: MatrixRows
-    ) -> Iterator[Quantized]:
-        """A matrix, quantized slice by slice of rows."""
-        for start, stop in source.ranges(name):
-            yield gptq(source.source_rows(name, start, stop), factor, form)
-
 
 def write_calibrated(tensors: Tensors, cut: Cut, rows: RowPass, calibration: Calibration) -> None:
     """Write all tensors, in the order of the blocks.
@@ -113,12 +106,18 @@ def _write_products(
     names = [name for name in products.names if seen and tensors.is_quantized(name)]
     factor = calibration.factor(products, tied) if names else None
     for name in products.names:
-        form = tensors.stored[name]
         if factor is None or name not in names:
             tensors.matrix(name)
         else:
-            assert isinstance(form, QuantizedForm)
-            tensors.write_quantized(name, calibration.slices(name, form, factor, tensors))
+            tensors.write_quantized(name, _slices(tensors, name, factor))
+
+
+def _slices(tensors: Tensors, name: str, factor: Factor) -> Iterator[Quantized]:
+    """A matrix, quantized slice by slice of rows."""
+    form = tensors.stored[name]
+    assert isinstance(form, QuantizedForm)
+    for start, stop in tensors.ranges(name):
+        yield gptq(tensors.source_rows(name, start, stop), factor, form)
 
 
 def _matrices(cut: Cut, block: Block) -> tuple[str, ...]:

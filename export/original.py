@@ -15,7 +15,8 @@ from export.calibrated import Calibration, write_calibrated
 from export.config.export import ExportConfig
 from export.cut.model import Cut
 from export.passes.block_pass import RowPass
-from export.passes.engine import ExportEngine
+from export.passes.engine import Compared, ExportEngine
+from export.recipe import expert_matrices
 from export.sources.source import Checkpoint
 from export.tensors import Tensors
 from runtime.bundle.manifest import Quality
@@ -40,12 +41,11 @@ class Original:
     checkpoint: Checkpoint
     engine: ExportEngine | None
     config: ExportConfig
-    _rows: tuple[Sequence[Row], Sequence[Row]] | None = None
 
     def calibrate(self, tensors: Tensors, cut: Cut) -> dict[str, Any]:
         """Write all tensors, calibrated. Returns the facts about it for the manifest."""
         assert self.engine is not None
-        rows, _ = self._split()
+        rows, _ = self._split
         tokens = sum(len(row.tokens) - 1 for row in rows)
         if tokens < self.config.calibration_tokens:
             self.engine.note(
@@ -53,7 +53,8 @@ class Original:
                 f"{self.config.calibration_tokens} that would be used"
             )
         quantized = [name for name in tensors.stored if tensors.is_quantized(name)]
-        names = [name for name in quantized if name not in self._experts]
+        experts = expert_matrices(cut)
+        names = [name for name in quantized if name not in experts]
         if rounded := len(quantized) - len(names):
             self.engine.note(
                 f"{rounded} matrices hold experts: these are rounded as without --calibrate, "
@@ -96,26 +97,17 @@ class Original:
                     raise
             block = max(LEAST_BLOCK, block // 2 // LEAST_BLOCK * LEAST_BLOCK)
 
+    @cached_property
     def _split(self) -> tuple[Sequence[Row], Sequence[Row]]:
         """The rows to calibrate with, and those that are held out; of few rows none are."""
-        if self._rows is None:
-            assert self.engine is not None and self.config.calibrate is not None
-            tokens = self.config.calibration_tokens * EVERY // (EVERY - 1)
-            rows = self.engine.rows(
-                self.bundle, self.config.calibrate, self._row_tokens, tokens, self.config
-            )
-            held_out = rows[EVERY // 2 :: EVERY]
-            if sum(len(row.scored) for row in held_out) < LEAST_COMPARED:
-                self._rows = rows, []
-            else:
-                others = [row for i, row in enumerate(rows) if i % EVERY != EVERY // 2]
-                self._rows = others, held_out
-        return self._rows
-
-    def _own_text(self) -> Sequence[Row]:
-        """Rows of the package's own text."""
-        assert self.engine is not None
-        return self.engine.rows(self.bundle, str(TEXT), self._row_tokens, COMPARED_TOKENS, None)
+        assert self.engine is not None and self.config.calibrate is not None
+        tokens = self.config.calibration_tokens * EVERY // (EVERY - 1)
+        length = self.bundle.manifest.usual_bucket
+        rows = self.engine.rows(self.bundle, self.config.calibrate, length, tokens, self.config)
+        held_out = rows[EVERY // 2 :: EVERY]
+        if sum(len(row.scored) for row in held_out) < LEAST_COMPARED:
+            return rows, []
+        return [row for i, row in enumerate(rows) if i % EVERY != EVERY // 2], held_out
 
     def quality_of(self, bundle: Bundle) -> Quality | None:
         """How far a bundle is from this model; None if that cannot be measured, or is not wanted.
@@ -123,16 +115,18 @@ class Original:
         It is measured on rows that calibration has not seen, or on the package's own text. Where
         the model cannot be run here, the bundle is good all the same: the reason is said.
         """
-        if self.engine is None or not self.config.quality or not self._is_text_model:
+        is_text = self.bundle.manifest.files and self.checkpoint.provenance["kind"] != "random"
+        if self.engine is None or not self.config.quality or not is_text:
             return None
         try:
             rows: Sequence[Row] = []
             text = f"held-out rows of {self.config.calibrate}"
             if self.config.calibrate is not None:
-                _, rows = self._split()
+                _, rows = self._split
             if not rows:
-                rows, text = self._own_text(), OWN_TEXT
-            return self.engine.compare(self.bundle, self.checkpoint, bundle, rows, text)
+                rows, text = own_text(self.engine, self.bundle), OWN_TEXT
+            own = Compared(self.bundle, self.checkpoint)
+            return self.engine.compare(own, Compared(bundle), rows, text)
         except (BudgetError, DataError) as problem:
             self.engine.check("while it measured the quality")
             self.engine.note(
@@ -141,27 +135,10 @@ class Original:
             )
             return None
 
-    @cached_property
-    def _experts(self) -> set[str]:
-        """The matrices that hold experts."""
-        manifest = self.bundle.manifest
-        return {
-            name
-            for block in manifest.layers
-            for operation in manifest.block_types[block.type].operations
-            if operation.experts
-            for name in operation.matrices(block.tensor)
-        }
 
-    @property
-    def _is_text_model(self) -> bool:
-        """Whether there is a tokenizer, and the weights are not random."""
-        return bool(self.bundle.manifest.files) and self.checkpoint.provenance["kind"] != "random"
-
-    @property
-    def _row_tokens(self) -> int:
-        """The tokens of a row for calibration or comparison."""
-        return self.bundle.manifest.usual_bucket
+def own_text(engine: ExportEngine, bundle: Bundle) -> Sequence[Row]:
+    """Rows of the package's own text."""
+    return engine.rows(bundle, str(TEXT), bundle.manifest.usual_bucket, COMPARED_TOKENS, None)
 
 
 def original_of(bundle: Bundle, checkpoint: Checkpoint) -> Bundle:

@@ -12,23 +12,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from export.config.export import EIGHT_BIT, ExportConfig
+from export.config.export import EIGHT_BIT, GROUP_SIZES, ExportConfig
 from export.cut.model import Cut
 from export.sources.source import Checkpoint, slices
 from export.stored import FloatForm, FloatType, QuantizedForm, StoredForm
+from runtime.bundle.manifest import Manifest
 from runtime.config.arguments import flag
 from runtime.core.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Use:
-    """A matrix, the block that uses it first, whether that is a layer, and whether it chooses.
+    """A matrix, whether a layer is the first block that uses it, and whether it chooses.
 
     A router, which chooses experts, has as many rows as there are of these.
     """
 
     name: str
-    block: int
     in_layer: bool
     routes: bool
 
@@ -45,7 +45,7 @@ def matrices(cut: Cut) -> Iterator[Use]:
                 if name not in seen:
                     seen.add(name)
                     routes = bool(counts and operation.adaptable) and rows[at] in counts
-                    yield Use(name, index, 0 < index < len(cut.blocks) - 1, routes)
+                    yield Use(name, 0 < index < len(cut.blocks) - 1, routes)
 
 
 def stored_forms(
@@ -116,15 +116,20 @@ def linear_names(cut: Cut, outside: bool = False) -> set[str]:
     }
 
 
-def expert_names(cut: Cut) -> set[str]:
-    """The last parts of the names of all matrices of experts."""
+def expert_matrices(model: Cut | Manifest) -> set[str]:
+    """The names of all matrices of experts."""
     return {
-        name.split(".")[-1]
-        for block_type in cut.block_types.values()
-        for operation in block_type.operations
+        name
+        for block in model.blocks
+        for operation in model.block_types[block.type].operations
         if operation.experts
-        for name in operation.matrices(str)
+        for name in operation.matrices(block.tensor)
     }
+
+
+def expert_names(cut: Cut) -> set[str]:
+    """The last parts of their names."""
+    return {name.split(".")[-1] for name in expert_matrices(cut)}
 
 
 def _table_names(cut: Cut) -> set[str]:
@@ -149,7 +154,7 @@ def _form(config: ExportConfig, checkpoint: Checkpoint, use: Use, asked: int | N
     columns = checkpoint.shape(f"{use.name}.weight")[1]
     group = config.group_size
     if columns % group:
-        fitting = [str(size) for size in (32, 64, 128) if columns % size == 0]
+        fitting = [str(size) for size in GROUP_SIZES if columns % size == 0]
         raise UsageError(
             f"{use.name} has {columns} columns, which --group-size {group} does not divide; "
             f"use {' or '.join(fitting) or 'another model'}"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -112,16 +111,3 @@ def codes_of(words: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.uint8]:
     codes[:, 0::2] = octets & 15
     codes[:, 1::2] = octets >> 4
     return codes
-
-
-class MatrixRows(Protocol):
-    """The matrices to quantize, read by rows."""
-
-    def ranges(self, name: str) -> Iterator[tuple[int, int]]:
-        """The slices of rows in which to read a matrix."""
-
-    def shape(self, name: str) -> tuple[int, int]:
-        """(R, C) of a matrix."""
-
-    def source_rows(self, name: str, start: int, stop: int) -> F32:
-        """Rows (stop - start, C) of a matrix."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from export.cut.model import Cut
-from export.quantize.search import Quantized, error_sums, quantize_rows
+from export.quantize.search import ErrorSums, Quantized, error_sums, quantize_rows, together
 from export.sources.source import Checkpoint, slices
 from export.stored import F32, FloatForm, QuantizedForm, QuantizedRows, StoredForm
 from runtime.arrays.stored import Extent, Matrix
@@ -113,7 +112,7 @@ class Tensors:
         rows, columns = self.shape(name)
         scales: list[bytes] = []
         biases: list[bytes] = []
-        errors = _Errors()
+        sums: list[ErrorSums] = []
 
         def words() -> Iterator[bytes]:
             for quantized in parts:
@@ -126,7 +125,7 @@ class Tensors:
                 scales.append(part.scales.astype(form.scale_dtype).tobytes())
                 if part.biases is not None:
                     biases.append(part.biases.astype(form.scale_dtype).tobytes())
-                errors.add(quantized.square_sum, quantized.error_sum, quantized.error_max)
+                sums.append((quantized.square_sum, quantized.error_sum, quantized.error_max))
                 yield part.words.tobytes()
                 self._advance(name, len(part.words) * columns)
 
@@ -141,7 +140,7 @@ class Tensors:
             extent,
             self.writer.tensor(scales, form.scale_dtype, groups),
             self.writer.tensor(biases, form.scale_dtype, groups) if biases else None,
-            errors.facts(rows * columns) if measured else {},
+            _facts(sums, rows * columns) if measured else {},
         )
 
     def ranges(self, name: str) -> Iterator[tuple[int, int]]:
@@ -178,9 +177,8 @@ class Tensors:
             yield Quantized(rows, *error_sums(values, rows.values(form) - values))
 
     def _write_floats(self, name: str, stored: FloatForm) -> None:
-        """Write a matrix of floats."""
         rows, columns = self.shape(name)
-        errors = _Errors()
+        sums: list[ErrorSums] = []
 
         def parts() -> Iterator[bytes]:
             for start, stop in self.ranges(name):
@@ -192,38 +190,25 @@ class Tensors:
                         f"{name}.weight holds values too large for {stored.dtype}, up to "
                         f"{np.abs(value).max():.3g}; use --bits 32"
                     )
-                errors.add(*error_sums(value, error))
+                sums.append(error_sums(value, error))
                 yield rounded.tobytes()
                 self._advance(name, value.size)
 
         extent = self.writer.tensor(parts(), stored.dtype, (rows, columns))
-        facts = errors.facts(rows * columns) if errors.error_sum else {}
-        self.matrices[name] = Matrix(rows, columns, stored.bits, 0, "float", extent, error=facts)
+        facts = _facts(sums, rows * columns)
+        error = facts if facts["rms"] else {}
+        self.matrices[name] = Matrix(rows, columns, stored.bits, 0, "float", extent, error=error)
 
     def _advance(self, name: str, values: int) -> None:
         self._done += values
         self.progress(name, self._done, self._total)
 
 
-@dataclass
-class _Errors:
-    """The errors of a matrix, summed slice by slice: see `error_sums`."""
-
-    square_sum: float = 0.0
-    error_sum: float = 0.0
-    error_max: float = 0.0
-
-    def add(self, square_sum: float, error_sum: float, error_max: float) -> None:
-        """Add a slice's."""
-        self.square_sum += square_sum
-        self.error_sum += error_sum
-        self.error_max = max(self.error_max, error_max)
-
-    def facts(self, values: int) -> dict[str, float]:
-        """The manifest's entry about a matrix of so many values."""
-        relative = math.sqrt(self.error_sum / self.square_sum) if self.square_sum else 0.0
-        rms = math.sqrt(self.error_sum / values)
-        return {"relative_rms": relative, "rms": rms, "max": self.error_max}
+def _facts(slices: Sequence[ErrorSums], values: int) -> dict[str, float]:
+    """The manifest's entry about a matrix of so many values, whose errors were summed in slices."""
+    square_sum, error_sum, error_max = together(slices)
+    relative = math.sqrt(error_sum / square_sum) if square_sum else 0.0
+    return {"relative_rms": relative, "rms": math.sqrt(error_sum / values), "max": error_max}
 
 
 def _check(name: str, value: npt.NDArray[Any], row: int) -> None:

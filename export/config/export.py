@@ -26,6 +26,8 @@ from runtime.core.stripes import MAX_SLICES
 
 EIGHT_BIT = "k_proj,v_proj"
 STORAGE = ("bfloat16", "float16", "float32")
+BITS = (4, 8, 16, 32)  # per weight: integers of the first two, floats of the others
+GROUP_SIZES = (32, 64, 128)
 QUANTIZING = (
     *("bits", "embedding_bits", "group_size", "eight_bit", "calibrate"),
     "calibration_tokens",
@@ -56,27 +58,19 @@ class ExportConfig(DataOptions, BudgetOptions):
         None,
         "bits per weight of the linear layers: quantized (4, 8) or floats (16, 32); without it, "
         "a quantized checkpoint keeps its values, and another gets 4",
-        4,
-        8,
-        16,
-        32,
+        *BITS,
         group=Group.QUANTIZATION,
     )
     embedding_bits: int | None = choice(
         None,
         "bits per weight of the embedding and the LM head (default: those of --bits)",
-        4,
-        8,
-        16,
-        32,
+        *BITS,
         group=Group.QUANTIZATION,
     )
     group_size: int = choice(
         64,
         "weights that share one scale, in matrices that the export quantizes",
-        32,
-        64,
-        128,
+        *GROUP_SIZES,
         group=Group.QUANTIZATION,
     )
     eight_bit: str = option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
-from export.config.export import STORAGE
+from export.config.export import BITS, STORAGE
 from runtime.config.base import (
     FILLED,
     NOT_NEGATIVE,
@@ -65,10 +65,7 @@ class FuseConfig(DataOptions, BudgetOptions):
         None,
         "with --format bundle: bits per weight of all matrices, quantized (4, 8) or floats (16, "
         "32); without it each matrix is stored as before",
-        4,
-        8,
-        16,
-        32,
+        *BITS,
     )
     shard_size: str = option(
         "5GB", "with --format hf: the largest weight file, such as 2GB", SIZE, metavar="SIZE"

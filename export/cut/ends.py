@@ -11,13 +11,7 @@ from msgspec.structs import replace
 
 from export.cut.graphs import ElementwiseGraph, cut_graph
 from export.cut.parameters import parameters_of, set_parameters, token_count
-from export.cut.tape import (
-    Call,
-    EmbeddingCall,
-    LayerCall,
-    LinearCall,
-    Tape,
-)
+from export.cut.tape import Call, EmbeddingCall, LayerCall, LinearCall, Tape
 from export.cut.taps import Taps
 from export.cut.trace import trace
 from runtime.core.errors import BundleError
@@ -206,17 +200,11 @@ class EndsCutter:
             return [result if factor == 1 else result * factor]
 
         part = cut_graph(
-            f"{name}.0",
-            sources,
-            self.parameters,
-            [target],
-            values,
-            stage,
-            self.taps.probe,
+            f"{name}.0", sources, self.parameters, [target], values, stage, self.taps.probe
         )
         values |= {key: sources[key] for key in part.operation.activations}
         block_type = BlockType(name, source, target, values, part.parameters, (part.operation,))
-        return block_type, [part.graph]
+        return block_type, [part]
 
 
 def columns_of(array: mx.array) -> Shape:

@@ -56,22 +56,14 @@ class TracedFunction:
 
 @dataclass(frozen=True)
 class ElementwiseGraph:
-    """An elementwise operation and its functions, by direction: "forward", "vjp", "decode"."""
+    """An elementwise operation and its functions, by direction: "forward", "vjp", "decode".
 
-    operation: Elementwise
-    functions: dict[str, TracedFunction]
-
-
-@dataclass(frozen=True)
-class CutGraph:
-    """An elementwise graph as `cut_graph` returns it.
-
-    parameters: shapes of the small tensors that the graph takes, by name.  signature: equal for
-    equal computations.
+    parameters: shapes of the small tensors that it takes, by name.  signature: equal for equal
+    computations.
     """
 
     operation: Elementwise
-    graph: ElementwiseGraph
+    functions: dict[str, TracedFunction]
     parameters: dict[str, tuple[int, ...]]
     signature: str
 
@@ -84,7 +76,7 @@ def cut_graph(
     values: dict[str, Shape],
     stage: Stage,
     tokens: int,
-) -> CutGraph:
+) -> ElementwiseGraph:
     """Make the elementwise graph that computes `targets`.
 
     Args:
@@ -153,9 +145,9 @@ def cut_graph(
     operation = _with_properties(operation, functions, placed, traces, values, shapes, tokens)
     if operation.placed:
         functions |= placed
-    return CutGraph(
+    return ElementwiseGraph(
         operation,
-        ElementwiseGraph(operation, functions),
+        functions,
         {key[1:]: parameters[key[1:]] for key in constants},
         "|".join(part.signature for part in traces.values()),
     )

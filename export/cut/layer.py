@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from msgspec.structs import replace
 
-from export.cut.graphs import CutGraph, ElementwiseGraph, cut_graph
+from export.cut.graphs import ElementwiseGraph, cut_graph
 from export.cut.parameters import parameters_of, set_parameters, token_count
 from export.cut.tape import (
     AttentionCall,
@@ -60,7 +60,7 @@ class LayerCutter:
         self.names: dict[int, str] = {}  # by id of what taps read and return; q, k, v may share one
         self.outputs: list[str] = []  # names of the taps' outputs, in call order
         self.operations: list[StoredOperation] = []
-        self.graphs: list[CutGraph] = []
+        self.graphs: list[ElementwiseGraph] = []
         self.read: dict[str, tuple[int, ...]] = {}  # parameters that no graph reads
 
     def cut(self) -> tuple[BlockType, list[ElementwiseGraph], str]:
@@ -82,7 +82,7 @@ class LayerCutter:
         parameters |= self.read
         operations = tuple(self.operations)
         block_type = BlockType(self.name, "x", end, self.values, parameters, operations)
-        return block_type, [graph.graph for graph in self.graphs], self._signature()
+        return block_type, self.graphs, self._signature()
 
     def _signature(self) -> str:
         unnamed = [
@@ -137,7 +137,6 @@ class LayerCutter:
 
     @_add.register
     def _add_lookup(self, call: EmbeddingCall) -> str:
-        """Add a look-up of the rows of tokens. Returns the output's name."""
         (numbers,) = self._reach([(f"{call.name}.in", call.inputs[0])])
         output = f"{call.name}.out"
         self.operations.append(Lookup((numbers,), (output,), call.name, not call.of_model))
@@ -145,7 +144,7 @@ class LayerCutter:
 
     @_add.register
     def _add_linear(self, call: LinearCall) -> str:
-        """Add a product; those of one input are one operation. Returns the output's name."""
+        """Products of one input are one operation."""
         (source,) = self._reach([(f"{call.name}.in", call.inputs[0])])
         product = Product(call.name, f"{call.name}.out", call.bias)
         last = self.operations[-1] if self.operations else None
@@ -166,7 +165,6 @@ class LayerCutter:
 
     @_add.register
     def _add_attention(self, call: AttentionCall) -> str:
-        """Add an attention. Returns the output's name."""
         count = sum(isinstance(operation, Attention) for operation in self.operations)
         keys = [f"attention{count}.{part}" for part in "qkv"]
         q, k, v = self._reach(list(zip(keys, call.inputs, strict=True)))
@@ -187,7 +185,6 @@ class LayerCutter:
 
     @_add.register
     def _add_convolution(self, call: ConvolutionCall) -> str:
-        """Add a convolution. Returns the output's name."""
         (source,) = self._reach([(f"{call.name}.in", call.inputs[0])])
         self.read |= call.parameters
         read = (source, *(f"@{name}" for name in call.parameters))
@@ -197,7 +194,6 @@ class LayerCutter:
 
     @_add.register
     def _add_delta(self, call: DeltaCall) -> str:
-        """Add a gated delta rule. Returns the output's name."""
         count = sum(isinstance(operation, GatedDelta) for operation in self.operations)
         keys = [f"delta{count}.{part}" for part in _READ]
         q, k, v, decay, beta = self._reach(list(zip(keys, call.inputs, strict=True)))
@@ -207,7 +203,6 @@ class LayerCutter:
 
     @_add.register
     def _add_experts(self, call: ExpertsCall) -> str:
-        """Add experts. Returns the output's name."""
         keys = [f"{call.name}.{part}" for part in ("in", "weights", "chosen")]
         x, weights, chosen = self._reach(list(zip(keys, call.inputs, strict=True)))
         output = f"{call.name}.out"
@@ -232,7 +227,7 @@ class LayerCutter:
             self.graphs.append(graph)
         return [self.names[id(array)] for _, array in inputs]
 
-    def _stage(self, targets: list[str], places: list[tuple[int, int] | None]) -> CutGraph:
+    def _stage(self, targets: list[str], places: list[tuple[int, int] | None]) -> ElementwiseGraph:
         """The graph that computes inputs of taps, or the result, from the outputs before them.
 
         places: which call reads each target, and as which of its inputs; None for the result.

@@ -55,8 +55,6 @@ def _integers(value: Any) -> Iterator[int]:
 
 
 class _LinearTap(Tap):
-    """Stands in for a linear layer."""
-
     def __init__(self, taps: Taps, name: str, linear: nn.Linear) -> None:
         self.taps, self.name = taps, name
         self.rows = linear.weight.shape[0]

@@ -91,22 +91,16 @@ def _with_slope(
     return differentiable
 
 
-def _record(
-    function: Function, inputs: Sequence[mx.array], differentiated: bool
-) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
-    with _tracing(differentiated):
-        mx.export_function(events.append, function, *inputs)
-    return events
-
-
 def trace(function: Function, inputs: Sequence[mx.array], differentiated: bool = False) -> Trace:
     """Trace `function` at the shapes of `inputs`, without evaluating it.
 
     `differentiated` says whether the function calls `mx.vjp`.
     """
+    events: list[dict[str, Any]] = []
+    with _tracing(differentiated):
+        mx.export_function(events.append, function, *inputs)
     graph = _RecordedGraph()
-    for event in _in_order(_record(function, inputs, differentiated)):
+    for event in _in_order(events):
         graph.add(event)
     return graph.facts()
 

@@ -122,7 +122,8 @@ def unread(
         is_off = _is_off(key, value, where_off, longest) and not is_turned_off
         if key in unused or key in alike or _is_neutral(key) or is_off:
             continue
-        if key == "num_experts_per_tok" and not _count_of_experts(settings):
+        experts = settings.get("num_local_experts") or settings.get("num_experts")
+        if key == "num_experts_per_tok" and not experts:
             continue
         if key == _PATTERN and (given.get("layer_types") or value == settings.get(_PATTERN[1:])):
             continue
@@ -162,10 +163,6 @@ def _is_neutral(key: str) -> bool:
         return True
     sizes = ("_size", "_head_dim", "_size_per_layer_input")
     return key.endswith(sizes) and not re.search("window|chunk", key)
-
-
-def _count_of_experts(settings: Mapping[str, Any]) -> Any:
-    return settings.get("num_local_experts") or settings.get("num_experts")
 
 
 def _way_out(refused: Mapping[str, Any], given: Mapping[str, Any], lengths: Sequence[int]) -> str:

@@ -20,7 +20,6 @@ from export.stored import FloatForm
 from export.tensors import Tensors
 from runtime.bundle.manifest import Quality
 from runtime.bundle.store import Bundle, BundleWriter
-from runtime.core.files import read_file, reading_errors
 from runtime.core.notes import Progress
 
 Measure = Callable[[Bundle], Quality | None]
@@ -59,10 +58,7 @@ def write_bundle(
         tensors = Tensors(model, writer, stored, copied, progress)
         tensors.write(cut)
         nbytes, digest = writer.finish_weights()
-        for name in (*(graph.file for graph in manifest.graphs.values()), *manifest.files):
-            path = model.bundle.path / name
-            with reading_errors(path):
-                writer.file(name, read_file(path))
+        writer.copy_files(model.bundle)
         floats = all(isinstance(form, FloatForm) for form in stored.values())
         fused = msgspec.structs.replace(
             manifest,

@@ -18,6 +18,7 @@ import numpy as np
 
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import Read, Slices
+from export.recipe import expert_matrices
 from export.sources.families import build_model, stored_numbers, transformers_config
 from export.sources.model_classes import model_class
 from export.sources.safetensors_files import INDEX
@@ -183,14 +184,8 @@ def _without_origin(model: FusedCheckpoint) -> list[str]:
     """The last parts of names of experts' matrices whose tensors in the source are unknown."""
     manifest = model.bundle.manifest
     known = origins_in(manifest.provenance, "a checkpoint")
-    experts = {
-        name
-        for block in manifest.layers
-        for operation in manifest.block_types[block.type].operations
-        if operation.experts
-        for name in operation.matrices(block.tensor)
-    }
-    return sorted({name.split(".")[-1] for name in experts if f"{name}.weight" not in known})
+    unknown = {name for name in expert_matrices(manifest) if f"{name}.weight" not in known}
+    return sorted({name.split(".")[-1] for name in unknown})
 
 
 def _belongs(path: Path) -> bool:

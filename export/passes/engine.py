@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from export.passes.block_pass import RowPass
-from runtime.arrays.weight_source import RowReader, WeightSource
+from runtime.arrays.weight_source import RowReader
 from runtime.bundle.manifest import Quality
 from runtime.bundle.store import Bundle
 from runtime.config.shared import DataOptions
@@ -28,7 +28,7 @@ from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
 from runtime.operations.values import F32
 from runtime.plan.demand import Demand, lane_choices
-from runtime.plan.plan import Plan, Request, choose_bucket
+from runtime.plan.plan import Request, choose_bucket
 from runtime.plan.planner import EVALUATION_LANES
 from runtime.run.budget import Wanted, machine_for, make_plan
 from runtime.run.session import Session, open_session
@@ -43,10 +43,14 @@ TILES = 4  # float32 tiles that the second model's takes while it is dequantized
 
 
 @dataclass(frozen=True)
-class _Compared:
-    """A model to compare, and its adapters."""
+class Compared:
+    """A model to compare, and its adapters, which may be none.
 
-    session: Session
+    reader: gives the weights, where they are not in the files of a bundle.
+    """
+
+    bundle: Bundle
+    reader: RowReader | None = None
     adapters: Adapters | None = None
 
 
@@ -105,19 +109,11 @@ class ExportEngine:
         Raises:
             BudgetError: not even the smallest tiles fit the budget.
         """
-        weights = RowWeights(source.manifest, reader)
-        session = self._session(source, weights, rows, spare_bytes)
+        session = self._session(source, reader, rows, spare_bytes)
         return RowPass(session, rows, self.scratch, self._watch)
 
-    def compare(
-        self,
-        source: Bundle,
-        reader: RowReader,
-        model: Bundle,
-        rows: Sequence[Row],
-        text: str,
-    ) -> Quality:
-        """Compare a bundle's predictions with those of its source, both block by block.
+    def compare(self, source: Compared, model: Compared, rows: Sequence[Row], text: str) -> Quality:
+        """Compare a model's predictions with those of its source, both block by block.
 
         A limited number of rows goes through the blocks at a time, which bounds the scratch files.
 
@@ -125,44 +121,15 @@ class ExportEngine:
             BudgetError: not even the smallest tiles fit the budget.
             BundleError: the predictions of one of them are not finite.
         """
-        spare = self._head_bytes(model, rows)
-        original = self._session(source, RowWeights(source.manifest, reader), rows, spare)
-        other = self._session(model, None, rows, spare)
-        return self._quality(_Compared(original), _Compared(other), rows, text)
-
-    def compare_fused(
-        self,
-        adapters: Adapters,
-        bundle: Bundle,
-        fused: Bundle,
-        reader: RowReader | None,
-        rows: Sequence[Row],
-        text: str,
-    ) -> Quality:
-        """Compare a fused model's predictions with those of its bundle and adapters.
-
-        Args:
-            adapters: those of `bundle.manifest`, which may be none.
-            reader: gives the weights of `fused`, where they are not in the files of a bundle.
-
-        Raises:
-            BudgetError: not even the smallest tiles fit the budget.
-            BundleError: the predictions of one of them are not finite.
-        """
-        spare = self._head_bytes(fused, rows)
-        weights = None if reader is None else RowWeights(fused.manifest, reader)
-        first = self._session(bundle, None, rows, spare)
-        second = self._session(fused, weights, rows, spare)
-        return self._quality(_Compared(first, adapters), _Compared(second), rows, text)
-
-    def _quality(
-        self, source: _Compared, model: _Compared, rows: Sequence[Row], text: str
-    ) -> Quality:
-        """Compare two models, a limited number of rows at a time."""
+        spare = self._head_bytes(model.bundle, rows)
+        models = [
+            (self._session(each.bundle, each.reader, rows, spare), each.adapters)
+            for each in (source, model)
+        ]
         parts: list[Divergence] = []
         for start in range(0, len(rows), COMPARED_ROWS):
             chosen = rows[start : start + COMPARED_ROWS]
-            parts += self._compare_rows((source, model), chosen, start, len(rows))
+            parts += self._compare_rows(models, chosen, start, len(rows))
         tokens = sum(len(part.loss) for part in parts)
         if not all(np.isfinite(part.divergence).all() for part in parts):
             raise BundleError(
@@ -179,12 +146,16 @@ class ExportEngine:
         )
 
     def _compare_rows(
-        self, models: tuple[_Compared, _Compared], rows: Sequence[Row], done: int, total: int
+        self,
+        models: Sequence[tuple[Session, Adapters | None]],
+        rows: Sequence[Row],
+        done: int,
+        total: int,
     ) -> list[Divergence]:
         """Compare two models on some of `total` rows, of which `done` went before."""
         passes = [
-            RowPass(model.session, rows, self.scratch, self._watch, model.adapters)
-            for model in models
+            RowPass(session, rows, self.scratch, self._watch, adapters)
+            for session, adapters in models
         ]
         layers = range(1, len(passes[0].models[0].lowered.blocks) - 1)
         steps = 2 * len(layers)
@@ -222,24 +193,19 @@ class ExportEngine:
         self.check("while it ran the model")
 
     def _session(
-        self,
-        bundle: Bundle,
-        weights: WeightSource | None,
-        rows: Sequence[Row],
-        spare_bytes: int,
+        self, bundle: Bundle, reader: RowReader | None, rows: Sequence[Row], spare_bytes: int
     ) -> Session:
-        """A session under the most generous plan in which blocks take all tokens at once."""
-        bucket = choose_bucket(bundle.manifest, max(len(row.tokens) - 1 for row in rows))
-        request = Request(bucket, layout="whole", prefetch=False)
-        plan = self._plan(bundle, request, FORWARD, spare_bytes)
-        return open_session(bundle, plan, weights)
+        """A session under the most generous plan in which blocks take all tokens at once.
 
-    def _plan(self, bundle: Bundle, request: Request, demand: Demand, spare_bytes: int) -> Plan:
-        """The plan that leaves `spare_bytes` of the budget."""
-        machine = machine_for(bundle, "auto")
+        The plan leaves `spare_bytes` of the budget.
+        """
+        manifest, machine = bundle.manifest, machine_for(bundle, "auto")
         process = machine.process_bytes + spare_bytes
         larger = msgspec.structs.replace(machine, process_bytes=process)
-        return make_plan(bundle.manifest, larger, Wanted(request, demand, self.budget_bytes))
+        bucket = choose_bucket(manifest, max(len(row.tokens) - 1 for row in rows))
+        request = Request(bucket, layout="whole", prefetch=False)
+        plan = make_plan(manifest, larger, Wanted(request, FORWARD, self.budget_bytes))
+        return open_session(bundle, plan, None if reader is None else RowWeights(manifest, reader))
 
     def _head_bytes(self, model: Bundle, rows: Sequence[Row]) -> int:
         """The bytes that comparing heads takes beside a model: hidden states, logits, a tile."""

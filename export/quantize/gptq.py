@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from export.quantize.gram import Gram
 from export.quantize.scales import Floats, inverse_of
-from export.quantize.search import CHUNK_VALUES, Quantized, fit_rows
+from export.quantize.search import CHUNK_VALUES, ErrorSums, Quantized, fit_rows, together
 from export.stored import F32, QuantizedForm, QuantizedRows, words_of
 from runtime.core.errors import DataError
 
@@ -181,7 +181,7 @@ def gptq(w: F32, factor: Factor, form: QuantizedForm, threads: int = 2) -> Quant
     scales, biases = fit_rows(w, form, threads)
     codes = np.empty(w.shape, np.uint8)
 
-    def work(task: tuple[int, Chunk]) -> tuple[float, float, float]:
+    def work(task: tuple[int, Chunk]) -> ErrorSums:
         start, chunk = task
         part = slice(start, start + TILE_ROWS)
         steps = _Steps(scales[part], None if biases is None else biases[part], form)
@@ -193,7 +193,7 @@ def gptq(w: F32, factor: Factor, form: QuantizedForm, threads: int = 2) -> Quant
 
     with ThreadPoolExecutor(threads) as pool:
         sums = list(pool.map(work, product(range(0, rows, TILE_ROWS), factor.chunks)))
-    return Quantized.of(QuantizedRows(words_of(codes, form.bits), scales, biases), sums)
+    return Quantized(QuantizedRows(words_of(codes, form.bits), scales, biases), *together(sums))
 
 
 def _square_sum(d: F32) -> float:

@@ -17,6 +17,7 @@ from export.quantize.scales import Floats, fit_affine, fit_symmetric, inverse_of
 from export.stored import F32, QuantizedForm, QuantizedRows, words_of
 
 CHUNK_VALUES = 1 << 16  # searched at once: so many fit a core's cache
+ErrorSums = tuple[float, float, float]  # see `error_sums`
 T = TypeVar("T")
 FITS: dict[str, Callable[[F32, int, npt.DTypeLike], tuple[Floats, Floats | None]]] = {
     "symmetric": fit_symmetric,
@@ -37,16 +38,6 @@ class Quantized:
     error_sum: float
     error_max: float
 
-    @classmethod
-    def of(cls, rows: QuantizedRows, sums: Sequence[tuple[float, float, float]]) -> Quantized:
-        """Rows whose errors were summed in parts."""
-        return cls(
-            rows,
-            sum(square_sum for square_sum, _, _ in sums),
-            sum(error_sum for _, error_sum, _ in sums),
-            max((error_max for _, _, error_max in sums), default=0.0),
-        )
-
     @property
     def overflows(self) -> bool:
         """Whether a scale or a bias is too large for its type."""
@@ -55,7 +46,13 @@ class Quantized:
         return not (finite and (biases is None or np.isfinite(biases).all()))
 
 
-def error_sums(values: F32, errors: F32) -> tuple[float, float, float]:
+def together(parts: Sequence[ErrorSums]) -> ErrorSums:
+    """The sums of a matrix that was quantized in parts."""
+    square_sums, error_sums, errors_max = zip(*parts, strict=True) if parts else ((), (), ())
+    return sum(square_sums), sum(error_sums), max(errors_max, default=0.0)
+
+
+def error_sums(values: F32, errors: F32) -> ErrorSums:
     """The sums of the squares of values and of their errors, and the largest error's magnitude."""
     return (
         float(np.square(values, dtype=np.float64).sum()),
@@ -74,7 +71,7 @@ def quantize_rows(w: F32, form: QuantizedForm, threads: int = 2) -> Quantized:
     scales = np.empty(len(groups), form.scale_dtype)
     biases = np.empty(len(groups), form.scale_dtype) if form.layout == "affine" else None
 
-    def work(part: slice) -> tuple[float, float, float]:
+    def work(part: slice) -> ErrorSums:
         w = groups[part]
         scale, bias = _fit(w, form)
         scales[part] = scale
@@ -91,7 +88,7 @@ def quantize_rows(w: F32, form: QuantizedForm, threads: int = 2) -> Quantized:
         scales.reshape(by_row),
         biases if biases is None else biases.reshape(by_row),
     )
-    return Quantized.of(rows, sums)
+    return Quantized(rows, *together(sums))
 
 
 def fit_rows(w: F32, form: QuantizedForm, threads: int = 2) -> tuple[Floats, Floats | None]:

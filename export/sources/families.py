@@ -207,16 +207,11 @@ def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     from mlx.utils import tree_flatten
 
     shapes = {name: tuple(array.shape) for name, array in tree_flatten(model.parameters())}
-    for name in experts_of(model):
-        count, out, width = shapes[name]
-        shapes[name] = (count * out, width)
+    for path, module in model.named_modules():
+        if type(module).__name__ == "SwitchLinear":
+            count, out, width = shapes[f"{path}.weight"]
+            shapes[f"{path}.weight"] = (count * out, width)
     return shapes
-
-
-def experts_of(model: Any) -> set[str]:
-    """The names of the matrices of experts of one of mlx-lm's models."""
-    modules = model.named_modules()
-    return {f"{path}.weight" for path, module in modules if type(module).__name__ == "SwitchLinear"}
 
 
 def text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:

@@ -166,7 +166,6 @@ def _templates(metadata: dict[str, Any]) -> Any:
 def _tokenizer_config(
     named: dict[str, str | None], adds: dict[str, bool], template: Any
 ) -> dict[str, Any]:
-    """The content of tokenizer_config.json."""
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -254,7 +253,6 @@ def derive_merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[
 def _merges(
     metadata: dict[str, Any], vocabulary: dict[str, int], where: str
 ) -> list[tuple[str, str]]:
-    """The merges that the file stores."""
     stored: Sequence[str] | None = metadata.get("tokenizer.ggml.merges")
     if stored is None:
         kind = metadata["tokenizer.ggml.model"]
@@ -271,7 +269,6 @@ def _merges(
 def _byte_level(
     vocabulary: dict[str, int], merges: list[tuple[str, str]], split: Split
 ) -> Tokenizer:
-    """Byte-level BPE."""
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.ignore_merges)
     )

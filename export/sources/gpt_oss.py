@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,34 +61,6 @@ class _OfExpert:
         return np.ascontiguousarray(rows[self.first :: self.every])
 
 
-@dataclass(frozen=True)
-class _InTurn:
-    """Every other column of a matrix, from `first` on."""
-
-    tensor: StoredTensor
-    first: int
-
-    @property
-    def name(self) -> str:
-        return self.tensor.name
-
-    @property
-    def dtype(self) -> str:
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.tensor.shape[0], self.tensor.shape[1] // 2
-
-    def flat(self) -> _InTurn:
-        """The same: it is a matrix."""
-        return self
-
-    def rows(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Rows start:stop of it, as a fresh array."""
-        return np.ascontiguousarray(self.tensor.rows(start, stop)[:, self.first :: 2])
-
-
 def with_experts_apart(
     stored: Mapping[str, StoredTensor],
 ) -> tuple[dict[str, AnyTensor], dict[str, list[Origin]]]:
@@ -108,7 +79,7 @@ def with_experts_apart(
             whole = others.pop(f"{base}{joined}{'' if scales is None else '_blocks'}")
             count, width, every = whole.shape[0], biases.shape[-1], len(parts)
             for at, part in enumerate(parts):
-                made[f"{base}{part}.bias"] = _InTurn(biases, at) if every == 2 else biases
+                made[f"{base}{part}.bias"] = biases.across(at, width // every, every)
                 made[f"{base}{part}.weight"] = JoinedTensor(
                     tuple(_OfExpert(whole, scales, number, at, every) for number in range(count))
                 )

@@ -25,66 +25,59 @@ from runtime.adapters.origins import RENAMED
 from runtime.core.errors import UsageError
 
 
-def _qwen(
+def _shape(
     model_type: str, hidden: int, inner: int, layers: int, heads: int, kv: int
 ) -> dict[str, Any]:
     return {
         "model_type": model_type, "hidden_size": hidden, "intermediate_size": inner,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
-        "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6, "tie_word_embeddings": True,
     }  # fmt: skip
 
 
-def _gemma(
-    hidden: int, inner: int, layers: int, heads: int, kv: int, window: int
-) -> dict[str, Any]:
+def _qwen(model_type: str, *sizes: int) -> dict[str, Any]:
     return {
-        "model_type": "gemma3_text", "hidden_size": hidden, "intermediate_size": inner,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
-        "head_dim": 256, "query_pre_attn_scalar": 256, "vocab_size": 262144,
-        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4, "sliding_window": window, "sliding_window_pattern": 6,
+        **_shape(model_type, *sizes), "vocab_size": 151936, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
     }  # fmt: skip
 
 
-def _lfm(
-    hidden: int, inner: int, layers: int, heads: int, kv: int, full: list[int]
-) -> dict[str, Any]:
+def _gemma(window: int, *sizes: int) -> dict[str, Any]:
+    return {
+        **_shape("gemma3_text", *sizes), "head_dim": 256, "query_pre_attn_scalar": 256,
+        "vocab_size": 262144, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": window,
+        "sliding_window_pattern": 6,
+    }  # fmt: skip
+
+
+def _lfm(full: list[int], hidden: int, inner: int, layers: int, *heads: int) -> dict[str, Any]:
     kinds = ["full_attention" if index in full else "conv" for index in range(layers)]
     return {
-        "model_type": "lfm2", "hidden_size": hidden, "intermediate_size": inner,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
-        "layer_types": kinds, "conv_L_cache": 3, "conv_bias": False, "vocab_size": 65536,
-        "max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1e6,
-        "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True,
+        **_shape("lfm2", hidden, inner, layers, *heads), "layer_types": kinds, "conv_L_cache": 3,
+        "conv_bias": False, "vocab_size": 65536, "max_position_embeddings": 128000,
+        "norm_eps": 1e-5, "rope_theta": 1e6, "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": True,
     }  # fmt: skip
 
 
-def _qwen35(
-    hidden: int, inner: int, layers: int, heads: int, kv: int, rule: tuple[int, int, int, int]
-) -> dict[str, Any]:
+def _qwen35(rule: tuple[int, int, int, int], *sizes: int) -> dict[str, Any]:
     """`rule`: key heads and value heads of the gated delta rule, and the widths of a head."""
     return {
-        "model_type": "qwen3_5_text", "hidden_size": hidden, "intermediate_size": inner,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
-        "head_dim": 256, "linear_num_key_heads": rule[0], "linear_num_value_heads": rule[1],
-        "linear_key_head_dim": rule[2], "linear_value_head_dim": rule[3],
-        "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "vocab_size": 248320,
-        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        **_shape("qwen3_5_text", *sizes), "head_dim": 256, "linear_num_key_heads": rule[0],
+        "linear_num_value_heads": rule[1], "linear_key_head_dim": rule[2],
+        "linear_value_head_dim": rule[3], "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4, "vocab_size": 248320, "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
         "rope_parameters": {
             "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
         },
     }  # fmt: skip
 
 
-def _gemma4(
-    hidden: int, inner: int, layers: int, heads: int, kv: int, shared: int
-) -> dict[str, Any]:
+def _gemma4(shared: int, hidden: int, inner: int, layers: int, *heads: int) -> dict[str, Any]:
     return {
-        "model_type": "gemma4_text", "hidden_size": hidden, "intermediate_size": inner,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
-        "head_dim": 256, "global_head_dim": 512, "num_kv_shared_layers": shared,
+        **_shape("gemma4_text", hidden, inner, layers, *heads), "head_dim": 256,
+        "global_head_dim": 512, "num_kv_shared_layers": shared,
         "layer_types": [*["sliding_attention"] * 4, "full_attention"] * (layers // 5),
         "sliding_window": 512, "use_double_wide_mlp": True,
         "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
@@ -101,45 +94,6 @@ def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _smollm3(hidden: int, inner: int, layers: int, heads: int, kv: int) -> dict[str, Any]:
-    return {
-        "model_type": "smollm3", "hidden_size": hidden, "intermediate_size": inner,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
-        "no_rope_layers": [int(index % 4 != 3) for index in range(layers)],
-        "no_rope_layer_interval": 4, "vocab_size": 128256, "max_position_embeddings": 65536,
-        "rms_norm_eps": 1e-6, "rope_theta": 5e6, "tie_word_embeddings": True,
-    }  # fmt: skip
-
-
-def _phi(hidden: int, inner: int, layers: int, heads: int, kv: int) -> dict[str, Any]:
-    """Phi 4 within its original 4,096 tokens, where all factors of longrope are 1."""
-    return {
-        "model_type": "phi3", "hidden_size": hidden, "intermediate_size": inner,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
-        "vocab_size": 200064, "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-        "partial_rotary_factor": 0.75, "sliding_window": 262144, "tie_word_embeddings": True,
-        "rope_scaling": {
-            "type": "longrope", "factor": 32.0,
-            "short_factor": [1.0] * 48, "long_factor": [1.0] * 48,
-        },
-    }  # fmt: skip
-
-
-def _granite4(hidden: int, inner: int, layers: int, heads: int, kv: int) -> dict[str, Any]:
-    """Granite 4 without state spaces and experts, whose MLP is the one that experts share."""
-    return {
-        "model_type": "granitemoehybrid", "hidden_size": hidden, "intermediate_size": inner,
-        "shared_intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv,
-        "layer_types": ["attention"] * layers, "num_local_experts": 0, "num_experts_per_tok": 0,
-        "position_embedding_type": "rope", "embedding_multiplier": 12, "logits_scaling": 8,
-        "residual_multiplier": 0.22, "attention_multiplier": 1 / 128, "attention_bias": False,
-        "vocab_size": 100352, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-        "rope_theta": 1e7, "tie_word_embeddings": True,
-    }  # fmt: skip
-
-
 def _experts(count: int, chosen: int, inner: int) -> dict[str, Any]:
     return {
         "num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": inner,
@@ -153,39 +107,50 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen2.5-1.5b": _qwen("qwen2", 1536, 8960, 28, 12, 2),
     "qwen2.5-3b": _qwen("qwen2", 2048, 11008, 36, 16, 2),
     "qwen3-0.6b": {
-        **_qwen("qwen3", 1024, 3072, 28, 16, 8),
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
+        **_qwen("qwen3", 1024, 3072, 28, 16, 8), "head_dim": 128, "max_position_embeddings": 40960,
     },
-    # SmolLM2-135M's shape
-    "llama-135m": {
-        **_qwen("llama", 576, 1536, 30, 9, 3),
-        "head_dim": 64,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e5,
+    "llama-135m": {  # SmolLM2-135M's shape
+        **_qwen("llama", 576, 1536, 30, 9, 3), "head_dim": 64, "vocab_size": 49152,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e5,
     },
     "qwen3-30b-a3b": {
-        **_qwen("qwen3_moe", 2048, 6144, 48, 32, 4),
-        **_experts(128, 8, 768),
-        "head_dim": 128,
+        **_qwen("qwen3_moe", 2048, 6144, 48, 32, 4), **_experts(128, 8, 768), "head_dim": 128,
         "tie_word_embeddings": False,
     },
-    "gemma3-270m": _gemma(640, 2048, 18, 4, 1, 512),
-    "gemma3-1b": _gemma(1152, 6912, 26, 4, 1, 512),
+    "gemma3-270m": _gemma(512, 640, 2048, 18, 4, 1),
+    "gemma3-1b": _gemma(512, 1152, 6912, 26, 4, 1),
     "gemma3-4b": {
-        **_gemma(2560, 10240, 34, 8, 4, 1024),
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        **_gemma(1024, 2560, 10240, 34, 8, 4), "vocab_size": 262208,
+        "max_position_embeddings": 131072, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
-    "lfm2-350m": _lfm(1024, 4608, 16, 16, 8, [2, 5, 8, 10, 12, 14]),
-    "qwen3.5-0.8b": _qwen35(1024, 3584, 24, 8, 2, (16, 16, 128, 128)),
-    "smollm3-3b": _smollm3(2048, 11008, 36, 16, 4),
-    "phi-4-mini": _phi(3072, 8192, 32, 24, 8),
-    "granite-4.0-1b": _granite4(2048, 4096, 40, 16, 4),
-    "gemma4-e2b": _gemma4(1536, 6144, 35, 8, 1, 20),
+    "lfm2-350m": _lfm([2, 5, 8, 10, 12, 14], 1024, 4608, 16, 16, 8),
+    "qwen3.5-0.8b": _qwen35((16, 16, 128, 128), 1024, 3584, 24, 8, 2),
+    "smollm3-3b": {
+        **_shape("smollm3", 2048, 11008, 36, 16, 4),
+        "no_rope_layers": [int(index % 4 != 3) for index in range(36)],
+        "no_rope_layer_interval": 4, "vocab_size": 128256, "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-6, "rope_theta": 5e6, "tie_word_embeddings": True,
+    },
+    "phi-4-mini": {  # within its original 4,096 tokens, where all factors of longrope are 1
+        **_shape("phi3", 3072, 8192, 32, 24, 8), "vocab_size": 200064,
+        "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+        "sliding_window": 262144, "tie_word_embeddings": True,
+        "rope_scaling": {
+            "type": "longrope", "factor": 32.0,
+            "short_factor": [1.0] * 48, "long_factor": [1.0] * 48,
+        },
+    },
+    # without state spaces and experts: its MLP is the one that experts share
+    "granite-4.0-1b": {
+        **_shape("granitemoehybrid", 2048, 4096, 40, 16, 4), "shared_intermediate_size": 4096,
+        "layer_types": ["attention"] * 40, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "position_embedding_type": "rope", "embedding_multiplier": 12, "logits_scaling": 8,
+        "residual_multiplier": 0.22, "attention_multiplier": 1 / 128, "attention_bias": False,
+        "vocab_size": 100352, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e7, "tie_word_embeddings": True,
+    },
+    "gemma4-e2b": _gemma4(20, 1536, 6144, 35, 8, 1),
     "opt-1.3b": _opt(2048, 24, 32),
     "opt-2.7b": _opt(2560, 32, 32),
     "opt-6.7b": _opt(4096, 32, 32),
@@ -193,45 +158,29 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny-qwen2": {**_qwen("qwen2", 128, 192, 2, 4, 2), **_TINY},
     "tiny-qwen3": {**_qwen("qwen3", 128, 192, 2, 4, 2), **_TINY, "head_dim": 64},
     "tiny-qwen3-moe": {
-        **_qwen("qwen3_moe", 128, 192, 2, 4, 2),
-        **_TINY,
-        **_experts(8, 2, 256),
-        "head_dim": 64,
+        **_qwen("qwen3_moe", 128, 192, 2, 4, 2), **_TINY, **_experts(8, 2, 256), "head_dim": 64,
     },
     "tiny-llama": {
-        **_qwen("llama", 128, 192, 2, 4, 2),
-        **_TINY,
-        "rope_theta": 1e4,
+        **_qwen("llama", 128, 192, 2, 4, 2), **_TINY, "rope_theta": 1e4,
         "tie_word_embeddings": False,
     },
-    "tiny-lfm2": {**_lfm(128, 192, 3, 4, 2, [1]), **_TINY, "rope_theta": 1e4},
+    "tiny-lfm2": {**_lfm([1], 128, 192, 3, 4, 2), **_TINY, "rope_theta": 1e4},
     "tiny-qwen3_5": {
-        **_qwen35(128, 192, 3, 4, 2, (2, 4, 24, 32)),
-        **_TINY,
-        "head_dim": 32,
-        "full_attention_interval": 2,
-        "rms_norm_eps": 1e-3,
+        **_qwen35((2, 4, 24, 32), 128, 192, 3, 4, 2), **_TINY, "head_dim": 32,
+        "full_attention_interval": 2, "rms_norm_eps": 1e-3,
     },
     # two layers with keys and values of their own, and one of each kind that shares them
     "tiny-gemma4": {
-        **_gemma4(128, 192, 4, 4, 2, 2),
-        **_TINY,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "head_dim": 32,
-        "global_head_dim": 64,
-        "sliding_window": 16,
-        "hidden_size_per_layer_input": 64,
-        "vocab_size_per_layer_input": 320,
+        **_gemma4(2, 128, 192, 4, 4, 2), **_TINY, "head_dim": 32, "global_head_dim": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16,
+        "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 320,
     },
     # sliding, global, sliding; windows narrower than the shortest sequences that tests use
     "tiny-gemma3": {
-        **_gemma(128, 192, 3, 4, 2, 16),
-        **_TINY,
-        "head_dim": 32,
-        "query_pre_attn_scalar": 32,
+        **_gemma(16, 128, 192, 3, 4, 2), **_TINY, "head_dim": 32, "query_pre_attn_scalar": 32,
         "sliding_window_pattern": 2,
     },
-}
+}  # fmt: skip
 
 _CHUNK_ROWS = 64  # how many rows share a random generator
 _MEAN_DRAW = (2**16 - 1) / 2

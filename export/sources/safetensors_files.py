@@ -34,9 +34,9 @@ _READ_AS = {"F32": np.float32, "F16": np.float16, "BF16": np.float32, "U32": np.
 class StoredTensor:
     """A tensor of a file: its name there, safetensors' name of its type, its shape (of a number 1).
 
-    Or some of its rows, from `first` on, and of these the columns from `column` on; or all of it,
-    transposed; and what mlx-lm adds to its values. With `inner`, the file has matrices of so many
-    rows each, one below the other.
+    Or some of its rows, from `first` on, and of these the columns from `column` on, each or `every`
+    second; or all of it, transposed; and what mlx-lm adds to its values. With `inner`, the file has
+    matrices of so many rows each, one below the other.
     """
 
     name: str
@@ -48,6 +48,7 @@ class StoredTensor:
     shift: float = 0.0  # is added to all values
     inner: int = 0
     column: int = 0
+    every: int = 1
 
     def transposed(self) -> StoredTensor:
         """The whole tensor, transposed."""
@@ -64,9 +65,10 @@ class StoredTensor:
         """So many rows of it, from `first` on."""
         return replace(self, shape=(rows, *self.shape[1:]), first=self.first + first)
 
-    def across(self, column: int, columns: int) -> StoredTensor:
-        """So many columns of a matrix, from `column` on."""
-        return replace(self, shape=(self.shape[0], columns), column=self.column + column)
+    def across(self, column: int, columns: int, every: int = 1) -> StoredTensor:
+        """So many columns of a matrix, from `column` on, one in `every` so many."""
+        shape = self.shape[0], columns
+        return replace(self, shape=shape, column=self.column + column, every=every)
 
     def rows(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Rows start:stop of a tensor of F32, F16, BF16 or U32, as a fresh array.
@@ -83,7 +85,8 @@ class StoredTensor:
         elif self.inner:
             rows = self._rows_of_stacked(view, top, end)
         elif len(self.shape) == 2:
-            rows = view[top:end, self.column : self.column + self.shape[1]]
+            last = self.column + (self.shape[1] - 1) * self.every
+            rows = np.ascontiguousarray(view[top:end, self.column : last + 1][:, :: self.every])
         elif view.get_shape():
             rows = view[top:end]
         else:  # a number is a vector of one
@@ -119,12 +122,6 @@ class Readable(Protocol):
     def rows(self, start: int, stop: int) -> npt.NDArray[Any]: ...
 
 
-class AnyTensor(Readable, Protocol):
-    """One that can be a matrix of a model."""
-
-    def flat(self) -> AnyTensor: ...
-
-
 @dataclass(frozen=True)
 class JoinedTensor:
     """Matrices of files, or parts of such, one below the other."""
@@ -157,6 +154,9 @@ class JoinedTensor:
                 pieces.append(part.rows(first, last))
             top += part.shape[0]
         return np.concatenate(pieces) if pieces else self.parts[0].rows(0, 0)
+
+
+AnyTensor = StoredTensor | JoinedTensor
 
 
 class SafetensorsFile:

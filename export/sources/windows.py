@@ -17,14 +17,10 @@ def layer_types(pattern: int | str, layers: int) -> list[str]:
     return [SLIDING if (index + 1) % pattern else FULL for index in range(layers)]
 
 
-def window_of(config: dict[str, Any]) -> int | None:
-    """How many tokens a layer with a window sees; None without windows."""
-    return config.get("sliding_window") if config.get("use_sliding_window", True) else None
-
-
 def unlike_full(config: dict[str, Any]) -> list[str]:
     """The types of attention that layers of these families should have, but for the full one."""
-    first = 0 if window_of(config) is not None else config["num_hidden_layers"]
+    slides = config.get("use_sliding_window", True) and config.get("sliding_window") is not None
+    first = 0 if slides else config["num_hidden_layers"]
     first = max(first, config.get("max_window_layers", 0))
     types = config.get("layer_types") or [
         FULL if layer < first else SLIDING for layer in range(config["num_hidden_layers"])

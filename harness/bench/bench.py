@@ -11,15 +11,15 @@ import json
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from export.sources.random import PRESETS
 from harness.bench.benchmark import Bench, Benchmark, failures, remarks
 from harness.config.bench import BenchConfig
-from harness.measure.bundles import check_models
 from harness.measure.command import flag
 from harness.measure.provenance import machine, provenance
 from harness.report.chart import standalone
@@ -55,7 +55,8 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
             problem = f"bench {config.name} does not use it; leave it out"
             raise UsageError(f"{flag(name, value)}: {problem}")
     models = config.model_names or benchmark.models
-    check_models(models)
+    if unknown := [name for name in models if name not in PRESETS]:
+        raise UsageError(f"no shapes for {', '.join(unknown)}; there are {', '.join(PRESETS)}")
     output = Path(config.output or f"{config.name}.json")
     if not output.parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}; make it first")
@@ -67,7 +68,7 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
         **provenance(),
         "machine": machine(),
         "settings": {key: value for key, value in vars(config).items() if key not in LOCAL},
-        "paper": _paper(benchmark),
+        "paper": benchmark.paper,
         "notes": list(benchmark.notes),
         "complete": False,
         "rows": [],
@@ -81,13 +82,6 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
             else "interrupted before the first row was finished"
         ) from stop
     return report
-
-
-def _paper(benchmark: Benchmark) -> dict[str, Any] | None:
-    """Where the published figures come from, as JSON."""
-    if benchmark.source is None:
-        return None
-    return asdict(benchmark.source) | {"methods": list(benchmark.source.methods)}
 
 
 def _measure(

@@ -31,17 +31,6 @@ NOT_PUBLISHED = "not in the paper"
 
 
 @dataclass(frozen=True)
-class Publication:
-    """Where published figures come from, and which of our methods they are compared with."""
-
-    paper: str
-    place: str
-    device: str
-    setting: str
-    methods: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Variant:
     """One way to train: a method under a plan; `budget` is empty where the plan is the paper's."""
 
@@ -189,12 +178,17 @@ def each_case(measured: Callable[[Bench, Path, str, int], Row]) -> Callable[[Ben
 class Benchmark:
     """One entry of `ondevice bench`.
 
+<<<<<<< HEAD
     `models`, `lengths` and `budgets` are measured where the command line names no others; options
     in `unused` are refused; `pictures` returns charts by file name suffix.
+=======
+    `models`, `lengths` and `budgets` are measured where the command line names no others;
+    `pictures` returns charts by file name suffix. `paper` says where published figures come from,
+    and which of our methods they are compared with.
+>>>>>>> less-export
     """
 
     text: str
-    source: Publication | None
     models: Sequence[str]
     lengths: Sequence[int]
     rows: Callable[[Bench], Iterator[Row]]
@@ -203,7 +197,11 @@ class Benchmark:
     pictures: Callable[[Sequence[Row]], Mapping[str, Sequence[Chart]]] = lambda rows: {}
     facts: Callable[[Sequence[Row]], Mapping[str, Any]] = lambda rows: {}
     budgets: Sequence[str] = ("1GB",)
+<<<<<<< HEAD
     unused: Sequence[str] = ("peers", "python")
+=======
+    paper: Mapping[str, Any] | None = None
+>>>>>>> less-export
 
 
 def place(row: Row) -> tuple[str, str]:

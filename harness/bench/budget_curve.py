@@ -79,14 +79,10 @@ def _by_series(measured: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, A
     series: dict[str, list[dict[str, Any]]] = {}
     for variant in measured:
         if variant["processes"]:
-            series.setdefault(_series(variant), []).append(variant)
+            method, dtype = variant["method"], variant["compute_dtype"]
+            name = method if dtype == "float32" else f"{method} in {dtype}"
+            series.setdefault(name, []).append(variant)
     return series
-
-
-def _series(variant: Mapping[str, Any]) -> str:
-    dtype = variant["compute_dtype"]
-    method: str = variant["method"]
-    return method if dtype == "float32" else f"{method} in {dtype}"
 
 
 def between_dtypes(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -213,7 +209,6 @@ def _chart(measured: Mapping[str, Sequence[dict[str, Any]]]) -> Chart:
 
 CURVE = Benchmark(
     "seconds of a step against the budget, from the smallest that fits to 4 GB",
-    None,
     ("qwen2.5-0.5b",),
     (256,),
     each_case(_row),

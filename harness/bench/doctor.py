@@ -90,11 +90,8 @@ def markdown(report: Mapping[str, Any]) -> str:
             cells.append(f"{peak} / {time}")
     line = "| {} |".format
     rule = line(" | ".join("---" for _ in head))
-    return "\n".join([line(" | ".join(head)), rule, line(" | ".join(map(_escaped, cells)))])
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|")
+    escaped = (cell.replace("|", "\\|") for cell in cells)
+    return "\n".join([line(" | ".join(head)), rule, line(" | ".join(escaped))])
 
 
 def describe_duration(config: BenchConfig, rate: float) -> str:
@@ -133,7 +130,6 @@ def _weights(name: str) -> tuple[int, int]:
 
 DOCTOR = Benchmark(
     "one row for this machine: three shapes with MeBP and MeZO (ondevice doctor --bench)",
-    None,
     MODELS,
     (TOKENS,),
     each_case(_row),

@@ -163,7 +163,6 @@ def _short(value: float) -> str:
 
 GENERATION = Benchmark(
     "ours at two budgets beside mlx-lm and llama.cpp: tokens per second and footprint",
-    None,
     (),
     (),
     _rows,

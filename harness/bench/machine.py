@@ -61,7 +61,7 @@ def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
     runs = {variant.name: partial(_process, bench, bundle, length, variant) for variant in variants}
     outcomes = in_turn(runs, bench.config.repeats, bench.note)
     return {
-        "speeds": _speeds(),
+        "speeds": json.loads(ondevice("probe", module="harness.bench.probe_process"))["speeds"],
         "variants": [
             measured_variant(variant, outcomes[variant.name])
             | {"extra_bytes": most(outcomes[variant.name], "extra_bytes")}
@@ -91,9 +91,8 @@ def _extra(bundle: Path, measured: Process) -> dict[str, Any]:
     manifest = open_bundle(bundle).manifest
     packed = plan.arithmetic == "packed"
     lowered = lower(manifest, plan.bucket, plan.sizes, packed, compiled=plan.compiled)
-    tile = lowered.execution.largest_tile_bytes()
-    on_heap = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes - tile
     alive = plan.live_bytes + plan.adapter_bytes + plan.gradient_bytes
+    on_heap = alive - lowered.execution.largest_tile_bytes()
     planned_for = msgspec.convert(measured["machine_value"], Machine)
     backward = plan.gradient_bytes > 0
     kept = measured["kept_in_use_bytes"]
@@ -112,10 +111,6 @@ def _extra(bundle: Path, measured: Process) -> dict[str, Any]:
         "mapped": plan.mapped_value_bytes >= LONG_VALUE_BYTES,
         "machine": measured["machine_value"],
     }
-
-
-def _speeds() -> dict[str, float]:
-    return dict(json.loads(ondevice("probe", module="harness.bench.probe_process"))["speeds"])
 
 
 def fit(rows: Sequence[Row]) -> Heap:
@@ -190,7 +185,6 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
 
 MACHINE = Benchmark(
     "this machine for `--machine`: what its heap holds beyond what is alive, and its speeds",
-    None,
     MODELS,
     LENGTHS,
     each_case(_row),

@@ -17,7 +17,6 @@ from harness.bench.benchmark import (
     Bench,
     Benchmark,
     Cells,
-    Publication,
     Row,
     Variant,
     around,
@@ -51,15 +50,16 @@ class Step:
     peak_mb: float
 
 
-# the papers' own figures; megabytes are 10^6 bytes, as phys_footprint is printed
-_MEBP = (
-    "Memory-Efficient Backpropagation for Fine-Tuning LLMs on Resource-Constrained Mobile Devices"
-)
-_IPHONE = "iPhone 15 Pro Max, 8 GB"
-_BOTH = ("mebp", "mezo")
-_SETTING = "batch 1, LoRA rank 8 on all linear layers, mean of 10 runs, phys_footprint"
-MEBP_TABLE2 = Publication(_MEBP, "Table 2", _IPHONE, f"256 tokens, {_SETTING}", _BOTH)
-
+PAPER: dict[str, Any] = {
+    "paper": "Memory-Efficient Backpropagation for Fine-Tuning LLMs on Resource-Constrained Mobile "
+    "Devices",
+    "place": "Table 2",
+    "device": "iPhone 15 Pro Max, 8 GB",
+    "setting": "256 tokens, batch 1, LoRA rank 8 on all linear layers, mean of 10 runs, "
+    "phys_footprint",
+    "methods": ["mebp", "mezo"],
+}
+# the paper's own figures; megabytes are 10^6 bytes, as phys_footprint is printed
 TRAINABLE_MILLIONS = {
     "qwen2.5-0.5b": 4.39,
     "qwen2.5-1.5b": 9.23,
@@ -89,7 +89,7 @@ STEPS: dict[tuple[str, int, str], Step] = {  # by model, tokens and method: Tabl
 
 
 def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
-    variants = bench.variants(*MEBP_TABLE2.methods)
+    variants = bench.variants(*PAPER["methods"])
     outcomes = bench.in_turn(bundle, length, variants, _trainable)
     trainable = [
         process[TRAINABLE] for outcome in outcomes.values() for process in outcome.processes
@@ -164,9 +164,7 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
 
 def _plan(variant: dict[str, Any]) -> str:
     if variant["plan"] == "paper" or not variant["processes"] or variant["budget"] != "min":
-        return Variant(
-            variant["method"], variant["plan"], variant["budget"], variant["compute_dtype"]
-        ).label
+        return str(variant["name"]).partition(", ")[2]
     return f"our plan, min ({variant['processes'][0]['budget_bytes'] / 1e6:.0f} MB)"
 
 
@@ -205,10 +203,10 @@ def _smaller(ratio: dict[str, Any]) -> str:
 
 TABLE2 = Benchmark(
     "MeBP's Table 2: seconds and peak memory of a step, five models at 256 tokens",
-    MEBP_TABLE2,
     MODELS,
     (256,),
     each_case(_row),
     _tables,
     NOTES,
+    paper=PAPER,
 )

@@ -166,7 +166,6 @@ def _ratio(value: float) -> str:
 
 PEERS = Benchmark(
     "ours beside PyTorch + PEFT and mlx-lm: seconds and peak footprint of a step, as ratios",
-    None,
     ("qwen2.5-0.5b",),
     (256,),
     _rows,

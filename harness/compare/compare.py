@@ -9,7 +9,6 @@ and a finished one is only reported again.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from harness.compare.folder import PROFILE, RUNS, SWEEP, absolute, has_runs, open_folder, remove
+from harness.compare.folder import RUNS, SWEEP, absolute, has_runs, open_folder, remove
 from harness.compare.lengths import (
     UNBOUNDED_STEPS,
     evaluated_every,
@@ -59,7 +58,6 @@ from runtime.data.source import split_file
 from runtime.run.budget import training
 from runtime.run.lora import to_train
 
-PROFILE_STEPS = 3  # in a run of their own, as profiling slows a step down
 MOST_RISE = 1.1  # times the loss before training: a run that is above it is stopped
 ASIDE, REASON, DIVERGED = ".aside", "aside.json", ".diverged.json"
 Measure = Callable[[Mapping[str, object], Path], dict[str, Any]]
@@ -106,7 +104,7 @@ class Comparison:
             known = json.loads((aside / REASON).read_text())
             tried = without(tried, best, known["outcome"], known["reason"])
         last = tried[-1]
-        return Finding(None, tried, None, last.outcome, last.reason, None, None, None)
+        return Finding(None, tried, None, last.outcome, last.reason, None, None)
 
     def _set_aside(self, finding: Finding, aside: Path) -> bool:
         """Rename a run that diverged or whose loss rose; False where it did neither."""
@@ -125,8 +123,6 @@ class Comparison:
         kept = {"outcome": "rose" if rose else "diverged", "reason": reason}
         write_atomic(run / REASON, json.dumps(kept).encode())
         run.with_name(f"{run.name}{DIVERGED}").unlink(missing_ok=True)
-        if (profile := self.folder / PROFILE / run.name).exists():
-            shutil.rmtree(profile)  # it belongs to the trial that is set aside
         run.rename(aside)
         self.note(f"{finding.trial.method}: {finding.trial}: {reason}; taking the next best")
         return True
@@ -149,23 +145,7 @@ class Comparison:
         evaluated = (run / "evaluations.json").exists()
         before = first_passes(self.config, method, run)
         curve = read_curve(run, passes_of_row(method), before) if evaluated else None
-        profile = self._profile(trial) if curve is not None else None
-        return Finding(trial, tried, chosen, outcome, reason, curve, summary, profile)
-
-    def _profile(self, trial: Trial) -> dict[str, Any] | None:
-        """Where a step's time and memory go; None if the profiled run did not finish."""
-        method = trial.method
-        self.note(f"{method}: profile, {PROFILE_STEPS} steps")
-        settings = {
-            **training_settings(self.config, trial),
-            "also_evaluate": [NO_DATA],
-            "steps": PROFILE_STEPS,
-            "eval_rows": 1,
-            "profile": True,
-        }
-        run = self.folder / PROFILE / method
-        _, _, summary = self._attempt(f"the profile of {method}", settings, run)
-        return summary and {key: summary[key] for key in ("seconds_per_step", "blocks")}
+        return Finding(trial, tried, chosen, outcome, reason, curve, summary)
 
     def _sweep(self, method: str, trials: Sequence[Trial]) -> tuple[Tried, ...]:
         """Try all, go on with the better half for twice as many steps, until one is left."""

@@ -1,7 +1,7 @@
 """The directory of a comparison: its files, and the check that they are of this comparison.
 
 config.toml   the settings
-sweep/   runs/   profile/   a run folder for each trial, each method, each method's profile
+sweep/   runs/   a run folder for each trial, and for each method
 compare.json   compare.txt   compare.html   *.svg   the results
 """
 
@@ -17,8 +17,8 @@ from runtime.core.errors import UsageError
 from runtime.core.files import storage_errors, write_atomic
 from runtime.data.run_rows import absolute as absolute_data
 
-CONFIG, SWEEP, RUNS, PROFILE = "config.toml", "sweep", "runs", "profile"
-FOLDERS = (SWEEP, RUNS, PROFILE)
+CONFIG, SWEEP, RUNS = "config.toml", "sweep", "runs"
+FOLDERS = (SWEEP, RUNS)
 
 
 def absolute(config: CompareConfig) -> CompareConfig:

@@ -28,7 +28,7 @@ def notes(config: CompareConfig, findings: Mapping[str, Finding]) -> list[str]:
         said += _sweep_notes(name, finding)
         if name in curves:
             said += _curve_notes(name, curves[name], before, bool(finding.tried))
-    return said + _profile_notes(findings, list(curves))
+    return said
 
 
 def _definitions(config: CompareConfig, methods: Sequence[str]) -> list[str]:
@@ -98,22 +98,6 @@ def _curve_notes(name: str, curve: Curve, before: float, was_swept: bool) -> lis
             else "its rate may be too high for so many steps, or the rows too few"
         )
         said.append(f"{name}'s loss rose again after step {best.step:,}: {why}.")
-    return said
-
-
-def _profile_notes(findings: Mapping[str, Finding], trained: Sequence[str]) -> list[str]:
-    """Notes on the runs that measured blocks, and on those that did not come to an end."""
-    said = []
-    if any(finding.profile for finding in findings.values()):
-        said.append(
-            "The times and the memory of blocks come from a short profiled run, which is slower "
-            "than the run itself; their memory is the most that the array allocator held."
-        )
-    said += [
-        f"The profile of {name} did not finish; its blocks are not shown."
-        for name in trained
-        if findings[name].profile is None
-    ]
     return said
 
 

@@ -1,4 +1,4 @@
-"""A comparison's charts: loss, accuracy, footprint, and blocks, drawn from `compare.json`."""
+"""A comparison's charts: loss, accuracy and footprint, drawn from `compare.json`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
-from harness.report.blocks import block_charts
 from harness.report.chart import Chart, Level, Line
 
 BUDGET_SHOWN = 4  # times the largest peak: a higher line would flatten all others
@@ -16,16 +15,12 @@ Methods = Mapping[str, Mapping[str, Any]]
 
 
 def draw(report: Mapping[str, Any]) -> dict[str, list[Chart]]:
-    """The charts of each picture: loss, accuracy, footprint and blocks, where measured."""
+    """The charts of each picture: loss, accuracy and footprint, where measured."""
     methods = {name: method for name, method in report["methods"].items() if method["curve"]}
-    blocks = {
-        name: (method["profile"] or {"blocks": []})["blocks"] for name, method in methods.items()
-    }
     pictures = {
         "loss": _quality(report, methods, "loss", "nats per token", 1),
         "accuracy": _quality(report, methods, "accuracy", "%", 100),
         "footprint": [_footprint(report, methods)],
-        "blocks": block_charts(blocks),
     }
     shown = {
         name: [chart for chart in charts if not chart.is_empty] for name, charts in pictures.items()

@@ -16,6 +16,7 @@ from harness.report.page_shell import bullets, page, paragraph
 from harness.report.runs_page import other_losses
 from harness.report.table import Table
 from runtime.core.files import write_atomic
+from runtime.core.units import counted
 
 
 def write_report(report: Mapping[str, Any], place: Path) -> None:
@@ -60,7 +61,7 @@ def _title(report: Mapping[str, Any]) -> str:
 def _heading(report: Mapping[str, Any]) -> str:
     settings, machine = report["settings"], report["machine"]
     held_out = settings["eval_data"] or f"valid of {settings['data']}"
-    rows = f"{settings['batch_size']} row{'s' * (settings['batch_size'] != 1)}"
+    rows = counted(settings["batch_size"], "row")
     length = settings["max_seq_length"]
     cut = f" of up to {length} tokens" if length else ""
     before = report["baseline"]

@@ -79,7 +79,6 @@ def _method(finding: Finding) -> dict[str, Any]:
         "reason": finding.reason,
         "trial": None if finding.trial is None else asdict(finding.trial),
         "summary": finding.summary,
-        "profile": finding.profile,
         "curve": None,
     }
     if finding.curve is not None and finding.curve.points:

@@ -52,7 +52,7 @@ class Finding:
     """A method's sweep and its run.
 
     `chosen` is the index of the trial that was run, `outcome` "finished", "diverged" or "over
-    budget"; `curve`, `summary` and `profile` are None if the run did not get so far.
+    budget"; `curve` and `summary` are None if the run did not get so far.
     """
 
     trial: Trial | None
@@ -62,7 +62,6 @@ class Finding:
     reason: str
     curve: Curve | None
     summary: dict[str, Any] | None
-    profile: dict[str, Any] | None
 
 
 def grid(config: CompareConfig, method: str) -> list[Trial]:

@@ -24,7 +24,6 @@ from runtime.config.base import (
 )
 
 PLANS = ("budget", "paper")
-COMPUTE_DTYPES = ("float32", "bfloat16")
 _SMALLEST = re.compile(r"(?:(?P<times>[0-9]{1,4}(?:\.[0-9]+)?)x)?min")
 
 
@@ -49,15 +48,15 @@ def times_smallest(budget: str) -> float | None:
     return float(match["times"] or 1) if match else None
 
 
+def _of_two(first: str, second: str) -> Check:
+    return Check(
+        lambda text: _once(text) and {*_parts(text)} <= {first, second},
+        f"{first}, {second} or {first},{second}",
+    )
+
+
 MODEL_NAMES = Check(_once, "names, each once")
 LENGTHS = Check(_are_lengths, f"whole numbers from 1 to {MOST_TOKENS:,}, each once")
-_PLANS = Check(
-    lambda text: _once(text) and {*_parts(text)} <= {*PLANS}, "budget, paper or budget,paper"
-)
-_COMPUTE_DTYPES = Check(
-    lambda text: _once(text) and {*_parts(text)} <= {*COMPUTE_DTYPES},
-    "float32, bfloat16 or float32,bfloat16",
-)
 _BUDGETS = Check(
     lambda text: _once(text) and all(times_smallest(p) or is_size(p) for p in _parts(text)),
     "sizes such as 300MB, min for the smallest that fits or 2xmin for twice as much, each once",
@@ -91,7 +90,7 @@ class BenchConfig(Config):
     plans: str = option(
         "budget,paper",
         "memory plans: budget (ours), paper (as MeBP's paper), or both",
-        _PLANS,
+        _of_two(*PLANS),
         metavar="NAMES",
     )
     budget: str | None = option(
@@ -104,7 +103,7 @@ class BenchConfig(Config):
     compute_dtype: str = option(
         "float32",
         "what our plan computes products in: float32, bfloat16 or float32,bfloat16",
-        _COMPUTE_DTYPES,
+        _of_two("float32", "bfloat16"),
         metavar="NAMES",
     )
     steps: int = option(3, "steps of each process; the first is not timed", _TIMED)

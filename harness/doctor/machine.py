@@ -14,7 +14,7 @@ from harness.measure.provenance import memory_bytes, processor_name, provenance
 from runtime.core.errors import StorageError
 from runtime.core.files import free_bytes
 from runtime.core.paths import cache_folder, is_mine
-from runtime.core.units import format_bytes
+from runtime.core.units import counted, format_bytes
 from runtime.machine.backend import cores
 from runtime.machine.cgroup import memory_limit_bytes
 
@@ -183,8 +183,7 @@ def _cache() -> Finding:
     models = _count(folder / "graphs")
     taken = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     facts |= {"models": models, "bytes": taken}
-    bundles = f"{models} bundle{'' if models == 1 else 's'}"
-    text = f"{folder}: graphs of {bundles}, {format_bytes(taken)}, {_free(free)}"
+    text = f"{folder}: graphs of {counted(models, 'bundle')}, {format_bytes(taken)}, {_free(free)}"
     if free is not None and free < LITTLE_CACHE_BYTES:
         return Finding("cache folder", Status.WARNING, text, "make room, or " + way, facts)
     return Finding("cache folder", Status.OK, text, facts=facts)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from export.sources.random import PRESETS
 from harness.measure.command import ondevice
 from runtime.bundle.store import MANIFEST, Bundle, open_bundle
 from runtime.core.errors import UsageError
@@ -20,16 +19,6 @@ from runtime.core.notes import Note
 _FREE = {"source", "output", "seq_lens", "device", "force"}  # settings that do not change weights
 PROCESSES_DIFFER_BYTES = 300_000  # a benchmark's process may take more than that of `ondevice plan`
 _MB = 1_000_000
-
-
-def check_models(models: Sequence[str]) -> None:
-    """Check that every model has a preset.
-
-    Raises:
-        UsageError: some have none.
-    """
-    if unknown := [name for name in models if name not in PRESETS]:
-        raise UsageError(f"no shapes for {', '.join(unknown)}; there are {', '.join(PRESETS)}")
 
 
 def bundle_of(folder: Path, model: str, lengths: Sequence[int], note: Note) -> Path:

@@ -305,7 +305,6 @@ class _Area:
 
 
 def _drawn(line: Line, points: Sequence[Point], area: _Area, across: str) -> list[str]:
-    """The elements of one line."""
     if not points:
         return []
     colour = f"c{line.colour % COLOURS}"

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from harness.report.blocks import block_charts
 from harness.report.chart import Chart, Level, Line
 from harness.report.curve import Curve, Point, make_curve
 from harness.report.page_shell import page, paragraph
@@ -37,7 +36,7 @@ class _Plan(msgspec.Struct):
 
 
 class _Block(msgspec.Struct, omit_defaults=True):
-    """A block of a profile, as `block_charts` reads it."""
+    """The measurements of a block in a profile, where it has them."""
 
     name: str
     forward_s: float | None = None
@@ -46,8 +45,13 @@ class _Block(msgspec.Struct, omit_defaults=True):
     backward_peak_bytes: float | None = None
 
 
-class _Summary(msgspec.Struct):
-    """What the page shows of a summary; of a run that has not ended there is none."""
+class Summary(msgspec.Struct):
+    """What the page shows of a summary, which a run has when it has ended.
+
+    stopped: by what.  also_eval: the evaluations of other data, by the data and by "before" and
+    "after".  blocks: each block's measurements, and seconds_per_step: those of a step by kind of
+    work; both are empty without `--profile`.
+    """
 
     stopped: str = ""
     also_eval: dict[str, dict[str, Evaluation]] = {}
@@ -57,23 +61,19 @@ class _Summary(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Run:
-    """The content of a run's files; `stopped` says how it ended, empty where it has not.
-
-    others: the evaluations of other data, by the data and by "before" and "after".
-    blocks: each block's measurements, and work_s: seconds of a step by kind of work; both are empty
-    without `--profile`.
-    """
+    """The content of a run's files."""
 
     name: str
-    path: Path
     settings: Mapping[str, Any]
     budget_bytes: int
     entries: Sequence[Entry]
     curve: Curve
-    stopped: str
-    others: Mapping[str, Mapping[str, Any]]
-    blocks: Sequence[Mapping[str, Any]]
-    work_s: Mapping[str, float]
+    summary: Summary
+
+    @property
+    def work_s(self) -> Mapping[str, float]:
+        """The seconds of a step by kind of work."""
+        return self.summary.seconds_per_step
 
     def steps(self, value: Callable[[Entry], float | None]) -> list[tuple[float, float]]:
         """A value of every step, without those that have none."""
@@ -120,13 +120,8 @@ def read_run(path: Path, name: str) -> Run:
         evaluations = _read(path / EVALUATIONS, dict[str, Evaluation], {})
         curve = make_curve(entries, msgspec.to_builtins(evaluations))
         budget = _read(path / PLAN, _Plan).budget_bytes
-        ended = _read(path / SUMMARY, _Summary, _Summary())
-        others, blocks = msgspec.to_builtins((ended.also_eval, ended.blocks))
-        work_s = ended.seconds_per_step
-        return Run(
-            *(name, path, settings, budget, entries, curve),
-            *(ended.stopped, others, blocks, work_s),
-        )
+        summary = _read(path / SUMMARY, Summary, Summary())
+        return Run(name, settings, budget, entries, curve, summary)
     except (OSError, ValueError, RecursionError) as problem:
         raise BundleError(f"{path} is damaged: {problem!r}") from None
 
@@ -159,7 +154,7 @@ def to_html(runs: Sequence[Run]) -> str:
     title = f"{runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
     charts = [chart.html() for chart in charts_of(runs) if not chart.is_empty]
     none = [] if charts else [paragraph("No step has been trained yet.")]
-    others = other_losses([(run.name, run.others) for run in runs])
+    others = other_losses([(run.name, msgspec.to_builtins(run.summary.also_eval)) for run in runs])
     parts = [_overview(runs).html(), *(table.html() for table in others), *none, *charts]
     if any(run.work_s for run in runs):
         parts.append(_work(runs).html())
@@ -179,7 +174,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
             _lines(runs, lambda run: run.steps(lambda entry: entry["seconds"])),
             from_zero=True,
         ),
-        *block_charts({run.name: run.blocks for run in runs}),
+        *_block_charts(runs),
     ]
 
 
@@ -198,7 +193,6 @@ def _lines(
 
 
 def _quality_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Loss and accuracy."""
     trained = _lines(
         runs, lambda run: run.steps(lambda entry: entry.get("loss")), ", training", faint=True
     )
@@ -242,6 +236,31 @@ def _footprint_chart(runs: Sequence[Run]) -> Chart:
     return Chart("Footprint of the process", "MB", [*now, *peaks], levels, from_zero=True)
 
 
+def _block_charts(runs: Sequence[Run]) -> list[Chart]:
+    """Memory and time of each block, forward and backward (the MeBP paper's Figure 2)."""
+    longest = max((run.summary.blocks for run in runs), key=len)
+    # "model.layers.3" is shown as 3; the other blocks have names of their own
+    places = [block.name.rpartition(".")[2] for block in longest]
+
+    def points(run: Run, key: str, scale: float) -> list[tuple[float, float]]:
+        values = [(float(at), getattr(block, key)) for at, block in enumerate(run.summary.blocks)]
+        return [(place, value * scale) for place, value in values if value is not None]
+
+    def lines(key: str, scale: float) -> list[Line]:
+        forward = _lines(
+            runs, lambda run: points(run, f"forward_{key}", scale), ", forward", faint=True
+        )
+        return forward + _lines(
+            runs, lambda run: points(run, f"backward_{key}", scale), ", backward"
+        )
+
+    look: dict[str, Any] = {"from_zero": True, "across": "block", "places": places}
+    return [
+        Chart("Most memory allocated in each block", "MB", lines("peak_bytes", 1e-6), **look),
+        Chart("Time per step in each block", "s", lines("s", 1.0), **look),
+    ]
+
+
 def _work(runs: Sequence[Run]) -> Table:
     """The seconds of a step by kind of work, of the runs that were profiled."""
     measured = [run for run in runs if run.work_s]
@@ -259,7 +278,6 @@ def _work(runs: Sequence[Run]) -> Table:
 
 
 def _overview(runs: Sequence[Run]) -> Table:
-    """A line for each run."""
     head = (
         "run", "method", "state", "steps", "final training loss", "best held-out loss",
         "step (median)", "peak footprint", "budget",
@@ -292,7 +310,8 @@ def _row(run: Run) -> tuple[str, ...]:
     final = final_loss([loss for _, loss in run.steps(lambda entry: entry.get("loss"))])
     best = run.curve.best if run.curve.points else None
     wanted = run.settings.get("steps", "?")
-    state = ENDS.get(run.stopped, f"ended by {run.stopped}") if run.stopped else "not ended"
+    stopped = run.summary.stopped
+    state = ENDS.get(stopped, f"ended by {stopped}") if stopped else "not ended"
     return (
         run.name,
         str(run.settings.get("method", "?")),

@@ -152,7 +152,7 @@ class _Cost:
 
     def read_rows(self) -> None:
         """Read the rows to measure with, if any; bad data are refused at once."""
-        from export.original import COMPARED_TOKENS, OWN_TEXT, TEXT
+        from export.original import OWN_TEXT, own_text
         from runtime.data.source import TokenSource, reading_of
 
         config, manifest = self.config, self.bundle.manifest
@@ -164,8 +164,7 @@ class _Cost:
             length, count = config.max_seq_length, config.eval_rows
             self._rows = self.engine.first_rows(self.bundle, source, length, count)
         elif manifest.files:
-            self._text, length = OWN_TEXT, manifest.usual_bucket
-            self._rows = self.engine.rows(self.bundle, str(TEXT), length, COMPARED_TOKENS, None)
+            self._text, self._rows = OWN_TEXT, own_text(self.engine, self.bundle)
         else:
             self.note(
                 f"the loss is not measured: {self.bundle.path} has no tokenizer, so it reads no "
@@ -179,15 +178,16 @@ class _Cost:
         """
         if not self._rows:
             return
+        from export.passes.engine import Compared
         from runtime.run.traced_graphs import with_graphs
 
         bundle = with_graphs(self.bundle, self.config.device, self.note)
         other = fused(bundle)
         plain = msgspec.structs.replace(bundle.manifest.lora, targets=())
         try:
-            self.quality = self.engine.compare_fused(
-                self.adapters, bundle, other.with_lora(plain), reader, self._rows, self._text
-            )
+            before = Compared(bundle, adapters=self.adapters)
+            after = Compared(other.with_lora(plain), reader)
+            self.quality = self.engine.compare(before, after, self._rows, self._text)
         except BudgetError as problem:
             self.engine.check("while it measured the loss")
             self.note(f"the loss was not measured: {problem}; --no-quality leaves it out")
@@ -196,16 +196,10 @@ class _Cost:
 def _checkpoint(config: FuseConfig, model: FusedCheckpoint, cost: _Cost, progress: Progress) -> int:
     from export.fused.checkpoint import write_checkpoint
 
-    output = Path(config.output)
-    size = write_checkpoint(
-        model, output, _float_type(config), config.shard_bytes, config.force, progress
-    )
+    output, dtype = Path(config.output), cast("FloatType", config.dtype)
+    size = write_checkpoint(model, output, dtype, config.shard_bytes, config.force, progress)
     _measure_written(cost, output)
     return size
-
-
-def _float_type(config: FuseConfig) -> FloatType:
-    return cast("FloatType", config.dtype)
 
 
 def _measure_written(cost: _Cost, path: Path) -> None:
@@ -223,7 +217,8 @@ def _measure_written(cost: _Cost, path: Path) -> None:
 def _gguf(config: FuseConfig, model: FusedCheckpoint, cost: _Cost, progress: Progress) -> int:
     from export.fused.gguf import write_gguf
 
-    path = write_gguf(model, Path(config.output), _float_type(config), config.force, progress)
+    dtype = cast("FloatType", config.dtype)
+    path = write_gguf(model, Path(config.output), dtype, config.force, progress)
     _measure_written(cost, path)
     return path.stat().st_size
 

@@ -65,7 +65,7 @@ def compare_with_source(
 def beside_source(config: EvalConfig, progress: Progress, note: Note) -> Quality:
     """Compare a bundle with its checkpoint, in a process that is set up for it."""
     from export.original import original_of
-    from export.passes.engine import ExportEngine
+    from export.passes.engine import Compared, ExportEngine
     from export.sources.open import open_checkpoint
     from runtime.data.source import TokenSource, reading_of
     from runtime.machine.footprint import Meter
@@ -86,7 +86,8 @@ def beside_source(config: EvalConfig, progress: Progress, note: Note) -> Quality
         original = original_of(bundle, checkpoint)
         held_out = TokenSource("eval.tokens", config.data, "valid", reading_of(config))
         rows = engine.first_rows(bundle, held_out, config.max_seq_length, config.eval_rows)
-        return engine.compare(original, checkpoint, bundle, rows, config.data)
+        own = Compared(original, checkpoint)
+        return engine.compare(own, Compared(bundle), rows, config.data)
 
 
 def generate(

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from runtime.arrays.attention_scratch import BLOCK
-from runtime.arrays.stored import Matrix
 from runtime.bundle.manifest import Manifest, Quality
 from runtime.bundle.store import Bundle
 from runtime.bundle.trusted import are_trusted
 from runtime.core.control_characters import escaped
 from runtime.core.units import counted, format_bytes
-from runtime.operations.program import BlockType
 
 if TYPE_CHECKING:
     from runtime.run.results import Evaluation, EvaluationResult, Generation, TrainResult
@@ -38,10 +36,6 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def _error(matrix: Matrix) -> str:
-    return f"{matrix.error['relative_rms']:.4f}" if matrix.error else "as given"
 
 
 def facts_of(bundle: Bundle) -> dict[str, Any]:
@@ -114,7 +108,8 @@ def describe_bundle(bundle: Bundle) -> str:
     for name, block_type in m.block_types.items():
         members = [b.label for b in m.blocks if b.type == name]
         shown = members[0] if len(members) == 1 else f"{members[0]} and {len(members) - 1} more"
-        lines += [f"{name} ({shown}):", *_operations(block_type), ""]
+        operations = (f"  {each.describe(block_type.values)}" for each in block_type.operations)
+        lines += [f"{name} ({shown}):", *operations, ""]
     return "\n".join(lines)
 
 
@@ -128,7 +123,7 @@ def describe_matrices(bundle: Bundle) -> str:
             x.packed.dtype if x.is_float else str(x.bits),
             "-" if x.is_float else str(x.group_size),
             format_bytes(x.nbytes),
-            _error(x),
+            f"{x.error['relative_rms']:.4f}" if x.error else "as given",
         )
         for name, x in bundle.manifest.matrices.items()
     ]
@@ -181,10 +176,6 @@ def _quality(manifest: Manifest) -> str:
     return f"{manifest.bits_per_weight:.2f} bits per weight{calibrated}; {lost}{warning}"
 
 
-def _operations(block_type: BlockType) -> list[str]:
-    return [f"  {operation.describe(block_type.values)}" for operation in block_type.operations]
-
-
 def describe_fit(plan: dict[str, Any]) -> str:
     """One sentence on a plan: that it fits, its peak, and the smallest budget."""
     return (
@@ -197,6 +188,7 @@ def describe_fit(plan: dict[str, Any]) -> str:
 def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
     """A plan as text, for `ondevice plan`; without the blocks for `ondevice train --verbose`."""
     kept = "dequantized" if plan["arithmetic"] == "unpacked" else "in memory"
+    of_mlps = f", inside MLPs {plan['kept_products']}" if plan["kept_products"] else ""
     rows = [
         ("process and its libraries", plan["process_bytes"]),
         ("adapters of the current block", plan["adapter_bytes"]),
@@ -209,7 +201,7 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ("values of the largest block", plan["live_bytes"]),
         ("free memory that the allocator keeps", plan["slack_bytes"] + plan["cache_bytes"]),
         (
-            f"activations not recomputed: {counted(plan['kept_layers'], 'layer')}{_of_mlps(plan)}",
+            f"activations not recomputed: {counted(plan['kept_layers'], 'layer')}{of_mlps}",
             plan["kept_bytes"],
         ),
         (
@@ -242,11 +234,6 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         ]
         lines += ["", _table(blocks)]
     return "\n".join(lines)
-
-
-def _of_mlps(plan: dict[str, Any]) -> str:
-    """How many layers keep activations inside their MLPs too."""
-    return f", inside MLPs {plan['kept_products']}" if plan["kept_products"] else ""
 
 
 def _dequantizing(plan: dict[str, Any]) -> str:
@@ -352,11 +339,6 @@ def describe_fusing(quality: Quality, adapted: bool) -> str:
     )
 
 
-def counted_epochs(epochs: float) -> str:
-    """How often all rows were trained on: "1 epoch", "0.68 epochs"."""
-    return f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"
-
-
 def describe_summary(summary: TrainResult) -> str:
     """The last lines that `ondevice train` prints."""
     from runtime.run.results import FINAL_STEPS
@@ -365,7 +347,9 @@ def describe_summary(summary: TrainResult) -> str:
     last = min(FINAL_STEPS, summary.steps - summary.skipped_steps)
     mean = f" (mean of {last} steps)" if last > 1 else ""
     loss = "" if final is None else f", final training loss {final:.4f}{mean}"
-    epochs = "" if summary.epochs is None else f" ({counted_epochs(summary.epochs)})"
+    epochs = ""
+    if summary.epochs is not None:  # how often all rows were trained on
+        epochs = f" ({summary.epochs:.3g} epoch{'' if summary.epochs == 1 else 's'})"
     speed = "no step was needed"
     if summary.steps:
         speed = (
@@ -417,14 +401,9 @@ def _describe_others(others: Mapping[str, Mapping[str, Evaluation]]) -> list[str
 
 
 def describe_validation(when: str, result: Evaluation) -> str:
-    """An evaluation during training, in one line."""
-    return f"{_when(when)}: {describe_evaluation(result)}"
-
-
-def _when(evaluation: str) -> str:
-    """When an evaluation was made: "before" and "after" training, else a number of steps."""
+    """An evaluation, "before" or "after" training or after a number of steps, in one line."""
     known = {"before": "before training", "after": "after training"}
-    return known.get(evaluation, f"after step {evaluation}")
+    return f"{known.get(when, f'after step {when}')}: {describe_evaluation(result)}"
 
 
 def describe_generation(done: Generation) -> str:

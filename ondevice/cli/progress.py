@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ondevice.cli import screen
-from runtime.core.units import format_bytes, format_seconds
+from runtime.core.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from runtime.run.results import Step
@@ -97,10 +97,9 @@ class Steps:
         if len(self._seconds) != ESTIMATE_STEPS or not left:
             return ""
         step_s = format_seconds(self.step_s)
-        steps = "1 step" if left == 1 else f"{left} steps"
         return (
             f"a step takes about {step_s}: about {format_seconds(left * self.step_s)} for the "
-            f"{steps} left"
+            f"{counted(left, 'step')} left"
         )
 
 

@@ -250,10 +250,10 @@ class BundleWriter(FolderWriter):
 
     def copy_files(self, bundle: Bundle) -> None:
         """Copy a bundle's graphs and tokenizer."""
-        for folder in (GRAPHS, TOKENIZER):
-            for path in sorted((bundle.path / folder).glob("*")):
-                with reading_errors(path):
-                    self.file(f"{folder}/{path.name}", read_file(path))
+        manifest = bundle.manifest
+        for name in (*(graph.file for graph in manifest.graphs.values()), *manifest.files):
+            with reading_errors(bundle.path / name):
+                self.file(name, read_file(bundle.path / name))
 
     def commit(self, manifest: Manifest) -> Bundle:
         """Write the manifest and move the bundle to its destination."""

@@ -14,7 +14,7 @@ from support.token_rows import write_tokenizer
 
 from export.bundle import export_bundle
 from export.config.export import ExportConfig
-from export.passes.engine import ExportEngine
+from export.passes.engine import Compared, ExportEngine
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError, DataError, UsageError
 from runtime.data.source import Reading, TokenSource
@@ -88,7 +88,8 @@ def divergence(bundle: Bundle, source: str) -> float:
     with open_checkpoint(source, seed=0) as checkpoint:
         rows = engine.first_rows(bundle, held_out, 32, 24)
         original = original_of(bundle, checkpoint)
-        return engine.compare(original, checkpoint, bundle, rows, "random:9").divergence
+        own = Compared(original, checkpoint)
+        return engine.compare(own, Compared(bundle), rows, "random:9").divergence
 
 
 def test_quality_is_measured_on_rows_that_calibration_has_not_seen(

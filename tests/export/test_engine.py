@@ -16,7 +16,7 @@ from oracles.whole_model import batch_loss, build_model
 from support.models import Tiny, each_family, scored_of
 
 from export.passes import engine as export_engine
-from export.passes.engine import ExportEngine
+from export.passes.engine import Compared, ExportEngine
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from runtime.bundle.store import Bundle
@@ -129,14 +129,15 @@ def test_comparison_with_a_bundle(
         bundle = tiny(family)
         reader = Replaced(checkpoint)
         engine = engine_of(tmp_path)
-        found = engine.compare(source_of(bundle), reader, bundle, rows, "some text")
+        source = Compared(source_of(bundle), reader)
+        found = engine.compare(source, Compared(bundle), rows, "some text")
         scored = [(row.tokens, row.scored) for row in rows]
         expected = batch_loss(dense(checkpoint, reader), scored).item()
         assert found.source_loss == pytest.approx(expected, abs=1e-5)
         assert found.tokens == sum(len(row.scored) for row in rows) and found.rows == len(rows)
         assert found.divergence > 1e-4 and found.loss != found.source_loss
         monkeypatch.setattr(export_engine, "COMPARED_ROWS", 2)  # the last rows are fewer
-        again = engine.compare(source_of(bundle), reader, bundle, rows, "some text")
+        again = engine.compare(source, Compared(bundle), rows, "some text")
         assert again.divergence == pytest.approx(found.divergence, rel=1e-6)
         assert again.loss == pytest.approx(found.loss, rel=1e-6)
         assert again.text == "some text" and again.rows == found.rows

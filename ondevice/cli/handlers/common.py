@@ -28,6 +28,14 @@ def set_up(keep_heap: bool = True) -> None:
         note(warning(prepared.warning))
 
 
+def show(result: object, text: str, as_json: bool, is_data: bool = False) -> None:
+    """Print a result as JSON, or the text that tells it."""
+    if as_json:
+        print_json(result)
+    else:
+        out(text, is_data=is_data)
+
+
 def print_json(result: object, indent: int | None = None) -> None:
     """Print a result, a struct or a value of JSON, as JSON: one line of it without `indent`."""
     import msgspec

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from harness.config.bench import BenchConfig, ReportConfig
 from harness.config.compare import CompareConfig
-from ondevice.cli.handlers.common import configuration, print_json
-from ondevice.cli.screen import note, out
+from ondevice.cli.handlers.common import configuration, show
+from ondevice.cli.screen import note
 from runtime.config.arguments import given
 from runtime.core.errors import UsageError
 from runtime.parallel.launch import launched
@@ -24,10 +24,8 @@ def run_compare(arguments: argparse.Namespace) -> None:
 
     check_methods(config)
     report = compare(config, note)
-    if arguments.json:
-        print_json(report)
-        return
-    out(f"{to_text(report)}\n\nplots are in {Path(config.output) / 'compare.html'}")
+    text = f"{to_text(report)}\n\nplots are in {Path(config.output) / 'compare.html'}"
+    show(report, text, arguments.json)
 
 
 def run_report(arguments: argparse.Namespace) -> None:
@@ -36,10 +34,9 @@ def run_report(arguments: argparse.Namespace) -> None:
     from harness.report.runs_page import write_page
 
     runs = write_page([Path(run) for run in config.runs], Path(config.output))
-    if arguments.json:
-        print_json({"output": config.output, "runs": [run.name for run in runs]})
-        return
-    out(f"the page of {', '.join(run.name for run in runs)} is {config.output}")
+    names = [run.name for run in runs]
+    text = f"the page of {', '.join(names)} is {config.output}"
+    show({"output": config.output, "runs": names}, text, arguments.json)
 
 
 def run_bench(arguments: argparse.Namespace) -> None:
@@ -50,7 +47,4 @@ def run_bench(arguments: argparse.Namespace) -> None:
         find("")  # raises, with a list of them
     config = configuration(BenchConfig, arguments)
     report = bench(config, note)
-    if arguments.json:
-        print_json(report)
-    else:
-        out(to_text(report))
+    show(report, to_text(report), arguments.json)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from export.config.export import TrustConfig
 from harness.config.bench import BenchConfig, DoctorConfig
-from ondevice.cli.handlers.common import configuration, print_json, set_up
+from ondevice.cli.handlers.common import configuration, print_json, set_up, show
 from ondevice.cli.screen import note, out
 from runtime.config.base import Check, Config, option
 from runtime.core.errors import OnDeviceError, UsageError
@@ -45,11 +45,9 @@ def run_trust(arguments: argparse.Namespace) -> None:
         if not config.yes:
             _ask("Let them run? [y/N] ")
         trust_graphs(manifest, f"trusted by ondevice trust {bundle.path}")
-    if arguments.json:
-        facts = {"graphs": len(manifest.graphs), "trusted_before": known}
-        print_json({"bundle": str(bundle.path), **facts})
-    else:
-        out(f"{bundle.path}: its graphs {'could run already' if known else 'run from now on'}")
+    facts = {"graphs": len(manifest.graphs), "trusted_before": known}
+    text = f"{bundle.path}: its graphs {'could run already' if known else 'run from now on'}"
+    show({"bundle": str(bundle.path), **facts}, text, arguments.json)
 
 
 def _ask(question: str) -> None:
@@ -132,10 +130,7 @@ def run_completion(arguments: argparse.Namespace) -> None:
     """Print a script by which a shell completes commands and options."""
     config = configuration(CompletionConfig, arguments)
     script = script_of(config.shell)
-    if arguments.json:
-        print_json({"shell": config.shell, "script": script})
-    else:
-        out(script, is_data=True)
+    show({"shell": config.shell, "script": script}, script, arguments.json, is_data=True)
 
 
 def script_of(shell: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from export.config.export import ExportConfig, SliceConfig
-from ondevice.cli.handlers.common import configuration, print_json, set_up
+from ondevice.cli.handlers.common import configuration, print_json, set_up, show
 from ondevice.cli.progress import task_bar
 from ondevice.cli.screen import note, out
 from runtime.config.inspect import InspectConfig
@@ -21,16 +21,13 @@ def run_export(arguments: argparse.Namespace) -> None:
 
     with task_bar("step") as progress:
         done = export(config, progress, note)
-    if arguments.json:
-        print_json(done)
-        return
-    out(
+    text = (
         f"{done.bundle}: {format_bytes(done.weights_bytes)} of weights "
         f"({done.bits_per_weight:.2f} bits each), {done.graphs} graphs, "
         f"peak footprint {format_bytes(done.peak_footprint_bytes)}"
     )
-    if done.quality is not None:
-        out(done.quality.describe())
+    quality = "" if done.quality is None else f"\n{done.quality.describe()}"
+    show(done, text + quality, arguments.json)
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:
@@ -58,8 +55,7 @@ def run_slice(arguments: argparse.Namespace) -> None:
 
     output = Path(config.output)
     slices = write_slices(open_bundle(config.bundle), config.count, output, config.force)
-    if arguments.json:
-        print_json([{"bundle": each.path, "bytes": each.manifest.held_nbytes} for each in slices])
-        return
-    for each in slices:
-        out(f"{each.path}: {format_bytes(each.manifest.held_nbytes)} of weights")
+    sizes = {each.path: each.manifest.held_nbytes for each in slices}
+    text = "\n".join(f"{path}: {format_bytes(size)} of weights" for path, size in sizes.items())
+    facts = [{"bundle": path, "bytes": size} for path, size in sizes.items()]
+    show(facts, text, arguments.json)

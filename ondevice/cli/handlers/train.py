@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.cli.handlers.common import configuration, print_json, set_up
+from ondevice.cli.handlers.common import configuration, print_json, set_up, show
 from ondevice.cli.progress import step_bar, task_bar
 from ondevice.cli.screen import note, out
 from runtime.config.arguments import flag, given
@@ -111,14 +111,11 @@ def run_train(arguments: argparse.Namespace) -> None:
             summary = train(config, events)
     if not speaks():
         return
-    if quiet:
-        print_json(summary)
-        return
     run = arguments.resume if config is None else config.output
     subject = "the run and its adapter are"
     if summary.trained == "full":
         subject = f"ondevice replay {run} --output BUNDLE writes the trained model; the run is"
-    out(f"{describe_summary(summary)}\n{subject} in {run}")
+    show(summary, f"{describe_summary(summary)}\n{subject} in {run}", quiet)
 
 
 def _join(arguments: argparse.Namespace, overrides: dict[str, Any], folder: Path) -> None:
@@ -138,12 +135,11 @@ def _join(arguments: argparse.Namespace, overrides: dict[str, Any], folder: Path
 
     own = {"bundle": str(Path(overrides["bundle"]).resolve()), "machine": overrides.get("machine")}
     joined = join(folder, Path(overrides.get("output", "run")), own, note)
-    if arguments.json:
-        return print_json(joined)
-    out(
+    text = (
         f"helped in {joined.parts} of {joined.steps} steps\nthe adapter after the last one is in "
         f"{joined.output}"
     )
+    show(joined, text, arguments.json)
 
 
 def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
@@ -171,12 +167,10 @@ def run_replay(arguments: argparse.Namespace) -> None:
         raise UsageError(f"{output} is a symbolic link; name a folder by --output")
     initial = None if config.initial is None else Path(config.initial)
     result = replay(run, output, config.bundle, initial)
-    if arguments.json:
-        print_json(result)
-    else:
-        out(f"{result.output}: {result.steps} steps from a log of {result.log_bytes} bytes")
-        if result.best_step is not None:
-            out(f"it is what was trained after step {result.best_step}, kept by --keep-best")
+    text = f"{result.output}: {result.steps} steps from a log of {result.log_bytes} bytes"
+    if result.best_step is not None:
+        text += f"\nit is what was trained after step {result.best_step}, kept by --keep-best"
+    show(result, text, arguments.json)
     if result.identical is False:
         why = f"; bits may differ here: {others}" if (others := result.other_arithmetic) else ""
         raise BundleError(

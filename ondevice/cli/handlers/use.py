@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from ondevice.cli.handlers.common import configuration, print_json, set_up
+from ondevice.cli.handlers.common import configuration, print_json, set_up, show
 from ondevice.cli.progress import task_bar
 from ondevice.cli.screen import note, out
 from runtime.config.evaluate import EvalConfig
@@ -39,16 +39,13 @@ def run_eval(arguments: argparse.Namespace) -> None:
         result = run_eval(config, Path(scratch), Events(evaluation=progress, note=note))
     if not speaks():
         return
-    if arguments.json:
-        print_json(result)
-    else:
-        text = (
-            f"{describe_task(result)}, over {counted(result.scored_tokens, 'token')} in "
-            f"{counted(result.rows, 'row')}\n"
-            f"peak footprint {format_bytes(result.peak_footprint_bytes)}, budget "
-            f"{format_bytes(result.budget_bytes)}"
-        )
-        out(text)
+    text = (
+        f"{describe_task(result)}, over {counted(result.scored_tokens, 'token')} in "
+        f"{counted(result.rows, 'row')}\n"
+        f"peak footprint {format_bytes(result.peak_footprint_bytes)}, budget "
+        f"{format_bytes(result.budget_bytes)}"
+    )
+    show(result, text, arguments.json)
     if result.loss is None:
         adapter = "" if config.adapter is None else f" with the adapter {config.adapter}"
         raise BundleError(
@@ -64,10 +61,7 @@ def _eval_beside_source(config: EvalConfig, as_json: bool) -> None:
 
     with task_bar("block") as progress:
         quality = beside_source(config, progress, note)
-    if as_json:
-        print_json(quality)
-    else:
-        out(quality.describe())
+    show(quality, quality.describe(), as_json)
 
 
 ENDED = {
@@ -231,14 +225,12 @@ def run_fuse(arguments: argparse.Namespace) -> None:
 
     with task_bar("row") as progress:
         result = fuse_as(config, progress, note)
-    quality = result.quality
-    if arguments.json:
-        print_json(result)
-        return
-    added = f" with {result.adapted_matrices} adapted matrices" if result.adapted_matrices else ""
-    out(
+    count = result.adapted_matrices
+    added = f" with {count} adapted matrices" if count else ""
+    text = (
         f"{result.output}: {format_bytes(result.weights_bytes)} of weights{added}, peak footprint "
         f"{format_bytes(result.peak_footprint_bytes)}"
     )
-    if quality is not None:
-        out(describe_fusing(quality, result.adapted_matrices > 0))
+    if result.quality is not None:
+        text += f"\n{describe_fusing(result.quality, count > 0)}"
+    show(result, text, arguments.json)

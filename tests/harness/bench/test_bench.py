@@ -335,7 +335,7 @@ def test_an_interrupted_benchmark_keeps_its_rows(
         yield first
         raise InterruptedRunError("SIGTERM")
 
-    stopped = benches.Benchmark("text", None, (MODEL,), (16,), rows, TABLE2.tables)
+    stopped = benches.Benchmark("text", (MODEL,), (16,), rows, TABLE2.tables)
     monkeypatch.setattr(benchmark, "STOPPED", stopped, raising=False)
     monkeypatch.setitem(BENCHMARKS, "stopped", "benchmark.STOPPED")
     with pytest.raises(InterruptedRunError, match="1 finished rows are in"):
@@ -495,7 +495,7 @@ def test_a_benchmarks_lengths_hold_where_no_others_are_asked_for(
         seen.append(given)
         yield from ()
 
-    made = benches.Benchmark("text", None, (MODEL,), (1, 2), rows, lambda rows: [])
+    made = benches.Benchmark("text", (MODEL,), (1, 2), rows, lambda rows: [])
     monkeypatch.setattr(benchmark, "SOME", made, raising=False)
     monkeypatch.setitem(BENCHMARKS, "some", "benchmark.SOME")
     given = {"name": "some", "bundles": str(tmp_path / "b"), "output": str(tmp_path / "x.json")}

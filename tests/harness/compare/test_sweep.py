@@ -31,7 +31,6 @@ from runtime.config.methods import METHODS
 from runtime.core.errors import DivergedError, InterruptedRunError, UsageError
 
 RATES = {1e-5: (4.5, 4.4, 4.3), 2e-5: (4.4, 4.0, 3.9), 3e-5: (4.3, 4.1, 3.0), 4e-5: (4.6, 1, 1)}
-BLOCK = {"name": "model.layers.0", "forward_s": 0.5, "forward_peak_bytes": 1000}
 
 
 class Swept:
@@ -61,7 +60,7 @@ class Swept:
                 json.dumps({"before": evaluation(5.0), **found, "after": end})
             )
             kept.write_text(str(steps))
-        return {"stopped": "steps", "seconds_per_step": {}, "blocks": [BLOCK, BLOCK]}
+        return {"stopped": "steps"}
 
 
 def swept(tmp_path: Path, measure: Swept) -> dict[str, Any]:

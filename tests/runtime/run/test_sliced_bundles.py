@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.bundles import Tiny
+from support.bundles import Tiny, settings
 from support.estimators import config_of
 from support.exchange import NEEDS_MPI, mpirun, on_workers
 from support.plans import LINUX, PLENTY
@@ -23,10 +23,13 @@ from support.runs import (
     train_arguments,
 )
 from support.shared import Shared
+from support.text_bundle import text_checkpoint
 
+from export.bundle import export_bundle
 from runtime.bundle.manifest import block_range
 from runtime.bundle.store import WEIGHTS, open_bundle, write_slices
 from runtime.core.errors import BundleError, UsageError
+from runtime.data.tokenizer_files import TEMPLATES
 from runtime.parallel.exchange import Exchange
 from runtime.parallel.workers import Workers
 from runtime.plan.planner import THREAD_BYTES, Planner
@@ -120,6 +123,18 @@ def test_slices_that_are_no_whole_are_refused(
     messages = on_workers(len(holding), join)
     assert len({*messages}) == 1
     assert re.search(said, messages[0]), messages[0]
+
+
+def test_a_slice_has_all_files_of_the_tokenizer(tmp_path: Path) -> None:
+    """Templates beside the usual one lie in a folder of their own."""
+    source = text_checkpoint(tmp_path / "model", "{{ messages }}")
+    (source / TEMPLATES).mkdir()
+    (source / TEMPLATES / "tool_use.jinja").write_text("{{ tools }}")
+    whole = export_bundle(settings(source, tmp_path / "whole", seq_lens=(16,)))
+    for part in write_slices(whole, 2, tmp_path):
+        for name in whole.manifest.files:
+            assert (part.path / name).read_bytes() == (whole.path / name).read_bytes()
+    assert any(TEMPLATES in name for name in whole.manifest.files)
 
 
 def test_a_slice_alone_is_refused_or_shown(halves: list[Path], tmp_path: Path) -> None:
