@@ -178,14 +178,9 @@ def each_case(measured: Callable[[Bench, Path, str, int], Row]) -> Callable[[Ben
 class Benchmark:
     """One entry of `ondevice bench`.
 
-<<<<<<< HEAD
     `models`, `lengths` and `budgets` are measured where the command line names no others; options
-    in `unused` are refused; `pictures` returns charts by file name suffix.
-=======
-    `models`, `lengths` and `budgets` are measured where the command line names no others;
-    `pictures` returns charts by file name suffix. `paper` says where published figures come from,
-    and which of our methods they are compared with.
->>>>>>> less-export
+    in `unused` are refused; `pictures` returns charts by file name suffix. `paper` says where
+    published figures come from, and which of our methods they are compared with.
     """
 
     text: str
@@ -197,11 +192,8 @@ class Benchmark:
     pictures: Callable[[Sequence[Row]], Mapping[str, Sequence[Chart]]] = lambda rows: {}
     facts: Callable[[Sequence[Row]], Mapping[str, Any]] = lambda rows: {}
     budgets: Sequence[str] = ("1GB",)
-<<<<<<< HEAD
-    unused: Sequence[str] = ("peers", "python")
-=======
     paper: Mapping[str, Any] | None = None
->>>>>>> less-export
+    unused: Sequence[str] = ("peers", "python")
 
 
 def place(row: Row) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ondevice.api.process import hearing, prepare, refuse_threads
@@ -47,9 +48,14 @@ class Conversation:
         self._chat = Chat(self._config, self._note).__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         chat, self._chat = self._open(), None
-        chat.__exit__(kind)
+        chat.__exit__(kind, problem, traceback)
 
     @property
     def messages(self) -> tuple[Mapping[str, str], ...]:

@@ -6,6 +6,7 @@ from collections.abc import Generator as Stream
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from runtime.bundle.positions import longest_by, longest_sequence
@@ -51,8 +52,13 @@ class Chat:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *problem: Any) -> None:
-        self._stack.__exit__(*problem)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, problem, traceback)
 
     def reset(self) -> None:
         """Forget the conversation, but for the system's message."""

@@ -64,7 +64,7 @@ def test_help_fits_80_columns_and_begins_with_what_is_needed(
         if setting.default is MISSING and setting.name != config.positional
     ]
     _, _, main = told.partition("main options:\n")
-    listed = re.findall(r"^  (?:-\w .*?)?(--[a-z-]+)", main, re.MULTILINE)
+    listed = re.findall(r"^  (?:-\w.*? )?(--[a-z-]+)", main, re.MULTILINE)
     assert listed[: len(needed)] == needed
     if any(setting.name == "output" for setting in fields(config)):
         assert listed.index("--output") <= len(needed)
