@@ -28,9 +28,9 @@ from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
 from runtime.operations.values import F32
 from runtime.plan.demand import Demand, lane_choices
-from runtime.plan.plan import Plan, Request, choose_bucket
-from runtime.plan.planner import EVALUATION_LANES
-from runtime.run.budget import Wanted, machine_for, make_plan
+from runtime.plan.plan import Plan, Request, Task, choose_bucket
+from runtime.plan.planner import EVALUATION_LANES, Planner
+from runtime.run.budget import machine_for
 from runtime.run.session import Session, open_session
 from runtime.storage.row_weights import RowWeights
 
@@ -239,7 +239,7 @@ class ExportEngine:
         machine = machine_for(bundle, "auto")
         process = machine.process_bytes + spare_bytes
         larger = msgspec.structs.replace(machine, process_bytes=process)
-        return make_plan(bundle.manifest, larger, Wanted(request, demand, self.budget_bytes))
+        return Planner(bundle.manifest, larger).plan(Task(request, demand), self.budget_bytes)
 
     def _head_bytes(self, model: Bundle, rows: Sequence[Row]) -> int:
         """The bytes that comparing heads takes beside a model: hidden states, logits, a tile."""
