@@ -17,7 +17,7 @@ from export.cut.model import Cut
 from export.sources.source import Checkpoint, slices
 from export.stored import FloatForm, FloatType, QuantizedForm, StoredForm
 from runtime.bundle.manifest import Manifest
-from runtime.config.arguments import flag
+from runtime.config.base import flag
 from runtime.core.errors import UsageError
 
 

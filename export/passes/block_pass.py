@@ -126,8 +126,7 @@ class RowPass:
             loras = self.loras(index)
             lanes: list[Values] = [self.values.get(row) for row in group]
             model.executor.forward(
-                lowered.block,
-                lowered.program,
+                lowered,
                 lowered.forward[begin:stop],
                 model.bucket,
                 lanes,

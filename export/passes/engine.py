@@ -28,9 +28,9 @@ from runtime.machine.footprint import Meter
 from runtime.methods.adapters import Adapters
 from runtime.operations.values import F32
 from runtime.plan.demand import Demand, lane_choices
-from runtime.plan.plan import Request, choose_bucket
-from runtime.plan.planner import EVALUATION_LANES
-from runtime.run.budget import Wanted, machine_for, make_plan
+from runtime.plan.plan import Request, Task, choose_bucket
+from runtime.plan.planner import EVALUATION_LANES, Planner
+from runtime.run.budget import machine_for
 from runtime.run.session import Session, open_session
 from runtime.storage.row_weights import RowWeights
 
@@ -204,7 +204,7 @@ class ExportEngine:
         larger = msgspec.structs.replace(machine, process_bytes=process)
         bucket = choose_bucket(manifest, max(len(row.tokens) - 1 for row in rows))
         request = Request(bucket, layout="whole", prefetch=False)
-        plan = make_plan(manifest, larger, Wanted(request, FORWARD, self.budget_bytes))
+        plan = Planner(manifest, larger).plan(Task(request, FORWARD), self.budget_bytes)
         return open_session(bundle, plan, None if reader is None else RowWeights(manifest, reader))
 
     def _head_bytes(self, model: Bundle, rows: Sequence[Row]) -> int:

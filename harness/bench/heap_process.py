@@ -84,7 +84,7 @@ def _kept(bundle: Bundle, config: TrainConfig, machine: Machine, plan: Plan) -> 
     """The bytes of the activations that a plan keeps, without what the heap holds beside them."""
     if not any(plan.kept):
         return 0
-    task = training(config, bundle.manifest).task
+    task = training(config, bundle.manifest)
     model = Planner(bundle.manifest, machine).model(task, plan.sizes)
     return model.live_bytes_keeping(plan.blocks, plan.kept) - plan.live_bytes
 

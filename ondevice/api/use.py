@@ -106,9 +106,9 @@ def generate(
         BundleError, DataError: the bundle or the adapter cannot be used, or has no tokenizer.
     """
     prepare()
-    from runtime.run.generate import generate as pieces_of
+    from runtime.run.generate import Generating
 
-    generating = pieces_of(config, hearing(on_note))
+    generating = Generating(config, hearing(on_note))
     with closing(generating):  # also where `on_text` raises
         for piece in generating:
             if on_text is not None and piece:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -33,71 +33,110 @@ def view(x: mx.array) -> npt.NDArray[np.float32]:
     return np.asarray(x)
 
 
-class Arrays(Protocol):
-    """The operations on arrays that kernels need besides matrix products.
+@dataclass(frozen=True)
+class Arrays:
+    """The operations on arrays that kernels need besides matrix products, here by MLX, on a GPU.
 
-    Sums have the type of `whole`, which may be bfloat16 on a GPU. Where an operation or a block is
-    one evaluation, nothing is evaluated before `finish`, whatever else is said.
+    Sums have the type of `whole`, which may be bfloat16 on a GPU. Arrays are evaluated where
+    holding both old and new would cost memory. Where an operation or a block is `one_evaluation`,
+    nothing is evaluated before `finish`, whatever else is said: an evaluation takes 150 to 300 us,
+    so a block that has a hundred of them spends more time on waiting than on arithmetic.
     """
+
+    one_evaluation: bool = False
 
     def codes(self, words: mx.array, bits: int) -> mx.array:
         """The signed codes (R, C) of words (R, C*bits/32), see `dequantize.codes`."""
+        return dequantize.lazy_codes(words, bits)
 
     def settle(self, *arrays: Any) -> None:
         """Evaluate arrays, or lists and dictionaries of them, so that others are freed."""
+        if not self.one_evaluation:
+            mx.eval(*arrays)
 
     def finish(self, *arrays: Any) -> None:
         """Evaluate all that an operation or a block leaves, where that is its one evaluation."""
+        if self.one_evaluation:
+            mx.eval(*arrays)
 
     def put(self, whole: mx.array, where: Any, part: mx.array) -> None:
         """whole[where] = part, evaluated."""
+        whole[where] = part
+        self.settle(whole)
 
     def add_to(self, whole: mx.array, where: Any, part: mx.array) -> None:
         """whole[where] += part, evaluated; `part` may be broadcast."""
+        whole[...] = whole.at[where].add(part)  # in place: a slice that is held would be copied
+        self.settle(whole)
 
     def add_rows(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
         """whole[rows] += part, evaluated, for distinct rows."""
+        whole[...] = whole.at[mx.array(rows)].add(part)
+        self.settle(whole)
 
     def add_repeated(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
         """The same for rows of which some may be equal; the sums do not depend on chance."""
+        distinct = np.unique(rows)
+        places = mx.array((distinct[:, None] == rows).astype(np.float32))
+        self.add_rows(whole, distinct, places @ part)
 
     def add_product(
         self, whole: mx.array, where: Any, x: mx.array, of: Any, factor: mx.array
     ) -> None:
         """whole[where] += x[of] * factor, evaluated, for rows of (T, C) and a factor (C,)."""
+        self.add_to(whole, where, x[of] * factor)
 
     def sum(self, whole: mx.array, part: mx.array) -> mx.array:
         """whole + part, which may be broadcast; `whole` is consumed."""
+        return whole + part.astype(whole.dtype)
 
     def add_groups(self, whole: mx.array, part: mx.array) -> mx.array:
         """whole (T, C) + part (T, G), the same for all columns of a group; `whole` is consumed."""
+        return whole + mx.repeat(part, whole.shape[1] // part.shape[1], axis=1)
 
     def group_sums(self, x: mx.array, groups: int) -> mx.array:
         """Sums of x (T, C) over each group of columns: (T, G)."""
+        return x.reshape(x.shape[0], groups, -1).sum(axis=-1)
 
     def contiguous(self, x: mx.array, where: Any) -> mx.array:
         """A contiguous copy of x[where], evaluated."""
+        part = mx.contiguous(x[where])
+        self.settle(part)
+        return part
 
     def apart(self, x: mx.array, others: Sequence[mx.array]) -> mx.array:
         """x, evaluated; a copy if it is a part of a larger one of `others`, which it would keep."""
+        return x
 
     def row_max(self, x: mx.array) -> mx.array:
         """The largest of the last axis (..., n), as (..., 1), evaluated."""
+        most = x.max(axis=-1, keepdims=True)
+        self.settle(most)  # with x: else a copy of it lives beside the results of both
+        return most
 
     def exp_below(self, x: mx.array, most: mx.array) -> mx.array:
         """e**(x - most) for x (..., n) and its upper bound `most` (..., 1); x is consumed."""
+        return mx.exp(x - most)
 
     def weighed(self, x: mx.array, mean: mx.array, weights: mx.array, scale: float) -> mx.array:
         """(x - mean) * weights * scale for x, weights (..., n), mean (..., 1); x is consumed."""
+        return (x - mean) * weights * scale
 
     def capped(self, x: mx.array, cap: float) -> mx.array:
         """cap tanh(x / cap), evaluated; x is consumed."""
+        capped = mx.tanh(x / cap) * cap
+        self.settle(capped)
+        return capped
 
     def cap_slope(self, y: mx.array, cap: float) -> mx.array:
         """The slope 1 - (y / cap)**2 of `capped` where its values are y, a new array."""
+        slope = 1 - (y / cap).square()
+        self.settle(slope)
+        return slope
 
     def times(self, x: mx.array, factor: mx.array) -> mx.array:
         """x times a factor of its shape; x is consumed."""
+        return x * factor
 
     def evaluate(
         self, results: Sequence[mx.array], working_bytes: int = 0, within_plan: bool = False
@@ -108,9 +147,11 @@ class Arrays(Protocol):
         MLX may take more where a single operation needs more; and with `within_plan` while all that
         is in use is less than is planned at the peak.
         """
+        for result in results:
+            self.settle(result)
 
 
-class CpuArrays:
+class CpuArrays(Arrays):
     """Arrays changed in place with NumPy."""
 
     def codes(self, words: mx.array, bits: int) -> mx.array:
@@ -233,100 +274,9 @@ class CpuArrays:
                 mx.eval(result)
 
 
-@dataclass(frozen=True)
-class GpuArrays:
-    """With MLX's own operations, evaluated where holding both old and new would cost memory.
-
-    With `one_evaluation` they are not: an evaluation takes 150 to 300 us, so a block that has a
-    hundred of them spends more time on waiting than on arithmetic.
-    """
-
-    one_evaluation: bool = False
-
-    def codes(self, words: mx.array, bits: int) -> mx.array:
-        return dequantize.lazy_codes(words, bits)
-
-    def settle(self, *arrays: Any) -> None:
-        if not self.one_evaluation:
-            mx.eval(*arrays)
-
-    def finish(self, *arrays: Any) -> None:
-        if self.one_evaluation:
-            mx.eval(*arrays)
-
-    def put(self, whole: mx.array, where: Any, part: mx.array) -> None:
-        whole[where] = part
-        self.settle(whole)
-
-    def add_to(self, whole: mx.array, where: Any, part: mx.array) -> None:
-        whole[...] = whole.at[where].add(part)  # in place: a slice that is held would be copied
-        self.settle(whole)
-
-    def add_rows(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
-        whole[...] = whole.at[mx.array(rows)].add(part)
-        self.settle(whole)
-
-    def add_repeated(self, whole: mx.array, rows: npt.NDArray[np.int64], part: mx.array) -> None:
-        distinct = np.unique(rows)
-        places = mx.array((distinct[:, None] == rows).astype(np.float32))
-        self.add_rows(whole, distinct, places @ part)
-
-    def add_product(
-        self, whole: mx.array, where: Any, x: mx.array, of: Any, factor: mx.array
-    ) -> None:
-        self.add_to(whole, where, x[of] * factor)
-
-    def sum(self, whole: mx.array, part: mx.array) -> mx.array:
-        return whole + part.astype(whole.dtype)
-
-    def add_groups(self, whole: mx.array, part: mx.array) -> mx.array:
-        return whole + mx.repeat(part, whole.shape[1] // part.shape[1], axis=1)
-
-    def group_sums(self, x: mx.array, groups: int) -> mx.array:
-        return x.reshape(x.shape[0], groups, -1).sum(axis=-1)
-
-    def contiguous(self, x: mx.array, where: Any) -> mx.array:
-        part = mx.contiguous(x[where])
-        self.settle(part)
-        return part
-
-    def apart(self, x: mx.array, others: Sequence[mx.array]) -> mx.array:
-        return x
-
-    def row_max(self, x: mx.array) -> mx.array:
-        most = x.max(axis=-1, keepdims=True)
-        self.settle(most)  # with x: else a copy of it lives beside the results of both
-        return most
-
-    def exp_below(self, x: mx.array, most: mx.array) -> mx.array:
-        return mx.exp(x - most)
-
-    def weighed(self, x: mx.array, mean: mx.array, weights: mx.array, scale: float) -> mx.array:
-        return (x - mean) * weights * scale
-
-    def capped(self, x: mx.array, cap: float) -> mx.array:
-        capped = mx.tanh(x / cap) * cap
-        self.settle(capped)
-        return capped
-
-    def cap_slope(self, y: mx.array, cap: float) -> mx.array:
-        slope = 1 - (y / cap).square()
-        self.settle(slope)
-        return slope
-
-    def times(self, x: mx.array, factor: mx.array) -> mx.array:
-        return x * factor
-
-    def evaluate(
-        self, results: Sequence[mx.array], working_bytes: int = 0, within_plan: bool = False
-    ) -> None:
-        for result in results:
-            self.settle(result)
-
-
 def arrays_for(device: str, one_evaluation: bool = False) -> Arrays:
     """The implementation for "cpu" or "gpu"; there more than an array may be one evaluation."""
-    return GpuArrays(one_evaluation) if device == "gpu" else CpuArrays()
+    return Arrays(one_evaluation) if device == "gpu" else CpuArrays()
 
 
 def row_sums(x: mx.array) -> mx.array:

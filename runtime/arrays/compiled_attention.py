@@ -39,7 +39,7 @@ import numpy.typing as npt
 from runtime.arrays.arrays import quiet
 from runtime.arrays.attention_scratch import BLOCK, TILE, scratch_sections
 from runtime.arrays.attention_text import ARRAYS, FIELDS, OF_PREFIX, text_of
-from runtime.arrays.compiled_products import registers
+from runtime.arrays.compiled_products import address, registers
 from runtime.arrays.product_text import F32
 from runtime.arrays.products import Floats
 from runtime.machine.machine_code import Function, Text, compile_all, load
@@ -121,12 +121,13 @@ def _run(
     parts = {name: _in_rows(arrays[name]) for name in ARRAYS if name in arrays}
     for name, array in parts.items():
         steps = (step // F32 for step in array.strides[:2])
-        given |= dict(zip((name, f"{name}_head", f"{name}_row"), (_at(array), *steps), strict=True))
+        names = name, f"{name}_head", f"{name}_row"
+        given |= dict(zip(names, (address(array), *steps), strict=True))
     for name, array in zip(OF_PREFIX, (*prefix, *d_prefix), strict=False):
-        given |= {f"prefix_{name}": _at(array), f"prefix_{name}_head": array[0].size}
+        given |= {f"prefix_{name}": address(array), f"prefix_{name}_head": array[0].size}
     for name, array in (("top", top), ("total", total)):
         assert array.flags.c_contiguous
-        given[name] = _at(array)
+        given[name] = address(array)
     turns = _turns(seen.lows, groups, given["prefix"])
     sleepers = np.zeros(1, np.int64)
     given |= {"lows": seen.lows.ctypes.data, "turns": turns.ctypes.data}
@@ -135,7 +136,7 @@ def _run(
     places = np.cumsum([0, *sections.values()]).tolist()
     given |= {f"at_{name}": at for name, at in zip(sections, places, strict=False)}
     scratch = np.empty(team.threads * places[-1] + 16, np.float32)
-    given |= {"scratch_size": places[-1], "scratch": _at(scratch) + -_at(scratch) % 64}
+    given |= {"scratch_size": places[-1], "scratch": address(scratch) + -address(scratch) % 64}
     numbers = np.array(list(given.values()), np.int64)
     count = groups * math.ceil(tokens / BLOCK)
     team.run(_work(backward, seen.cap, registers().lanes), (0, numbers.ctypes.data), count)
@@ -153,11 +154,6 @@ def _turns(lows: Lows, groups: int, prefix: int) -> npt.NDArray[np.int32]:
 def _in_rows(array: Floats) -> Floats:
     """The array, or a copy of it, whose rows have their values one after the other."""
     return array if array.strides[-1] == F32 else np.ascontiguousarray(array)
-
-
-def _at(array: Floats) -> int:
-    assert array.dtype == np.float32, "other values would be read past their end"
-    return int(array.__array_interface__["data"][0])
 
 
 def _bits(value: float) -> int:

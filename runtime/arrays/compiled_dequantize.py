@@ -19,7 +19,7 @@ from runtime.machine.llvm_code import Code, Integer, Pointer, Value
 from runtime.machine.machine_code import Text, compile_all, function
 
 Stored = tuple[npt.NDArray[Any], ...]
-"""Words (R, C * bits / 32), scales (R, G), and biases (R, G) if there are any."""
+"""A matrix in the map: words (R, C * bits / 32), scales (R, G), and biases (R, G) if it has any."""
 
 TYPES = {"float32": "float", "float16": "half", "bfloat16": "i16"}
 
@@ -86,6 +86,9 @@ def widened(numbers: Value) -> Value:
 
 class Mapped(Protocol):
     """Weights that lie in a map."""
+
+    def stored(self, matrix: Matrix) -> Stored:
+        """A whole matrix where it lies."""
 
     def mapped(
         self, matrix: Matrix, start: int, stop: int, by_columns: bool

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import product
 
-from runtime.arrays.compiled_products import registers
+from runtime.arrays.compiled_products import address, registers
 from runtime.arrays.products import Floats
 from runtime.arrays.vector_text import exp
 from runtime.machine.llvm_code import Code, Pointer, Value, fields, fma, minimum
@@ -55,7 +55,7 @@ def _run(
     made: tuple[str, ...],
     arrays: Sequence[Floats],
 ) -> None:
-    addresses = [array.__array_interface__["data"][0] for array in arrays]
+    addresses = map(address, arrays)
     count = arrays[0].size
     team.run(_work(factors, given, made), (0, count, *addresses), -(-count // PIECE))
 

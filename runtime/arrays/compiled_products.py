@@ -25,7 +25,7 @@ import numpy as np
 from runtime.arrays.arrays import Arrays, view
 from runtime.arrays.compiled_dequantize import Mapped, Stored
 from runtime.arrays.product_text import DEPTH, F32, NARROW, WIDE, Registers, text_of
-from runtime.arrays.products import Factor, Float32Products, Floats, LowRank
+from runtime.arrays.products import Factor, Floats, LowRank, Products
 from runtime.arrays.stored import Matrix
 from runtime.machine.machine_code import Function, Text, compile_all, load
 from runtime.machine.processor import cpu_flags
@@ -72,34 +72,28 @@ class MapTiles:
         return MapTile(matrix, self.weights.mapped(matrix, start, stop, by_columns)), None
 
 
-class CompiledProducts(Float32Products):
+class CompiledProducts(Products):
     """Products with tiles of a map by compiled code, with others by MLX."""
 
     def __init__(self, arrays: Arrays, threads: int) -> None:
         super().__init__(arrays)
         self.team = team(threads, DEPTH * registers().part_width)
 
-    def by_columns(
-        self, x: mx.array, w: Factor, onto: mx.array | None, added: LowRank | None = None
+    def multiply(
+        self,
+        x: mx.array,
+        w: Factor,
+        by_rows: bool,
+        onto: mx.array | None,
+        added: LowRank | None = None,
     ) -> mx.array:
+        """See `Products`; the product is in place of `onto`."""
         if not isinstance(w, MapTile):
-            return super().by_columns(x, w, onto, added)
-        y = mx.zeros((x.shape[0], w.rows)) if onto is None else onto
-        return self._multiply(x, w, y, (False, onto is not None), added)
-
-    def by_rows(
-        self, x: mx.array, w: Factor, onto: mx.array | None, added: LowRank | None = None
-    ) -> mx.array:
-        if not isinstance(w, MapTile):
-            return super().by_rows(x, w, onto, added)
-        y = mx.zeros((x.shape[0], w.columns)) if onto is None else onto
-        return self._multiply(x, w, y, (True, onto is not None), added)
-
-    def _multiply(
-        self, x: mx.array, w: MapTile, y: mx.array, how: tuple[bool, bool], added: LowRank | None
-    ) -> mx.array:
-        """The product in place of y: by rows or not, and added to what is there or not."""
+            return super().multiply(x, w, by_rows, onto, added)
+        columns = w.columns if by_rows else w.rows
+        y = mx.zeros((x.shape[0], columns)) if onto is None else onto
         apart = added if added is not None and added.rank > DEPTH else None
+        how = by_rows, onto is not None
         self._do(view(x), w, view(y), how, added if apart is None else None)
         return y if apart is None else apart.onto(y)
 
@@ -114,18 +108,19 @@ class CompiledProducts(Float32Products):
         if x.strides[1] != F32:
             x = np.ascontiguousarray(x)
         assert y.strides[1] == F32
-        places = *w.addresses, _address(x), _address(y)
+        places = *w.addresses, address(x), address(y)
         steps = x.strides[0] // F32, y.strides[0] // F32
         further: tuple[int, ...] = (0, 0, 0, 0, 0)
         if added is not None:
             u, b = added.views
-            further = added.rank, _address(u), _address(b), *(step // F32 for step in b.strides)
+            further = added.rank, address(u), address(b), *(step // F32 for step in b.strides)
         block, parts = _blocks(len(x), columns, depth, self.team.threads)
         job = (0, *places, len(x), *steps, columns, depth, w.groups, int(adds), *further, block)
         self.team.run(_work(*_kind(w.matrix, by_rows), registers()), job, parts)
 
 
-def _address(array: Floats) -> int:
+def address(array: Floats) -> int:
+    """Where an array's values lie in memory, which compiled code is given."""
     assert array.dtype == np.float32, "other values would be read past their end"
     return int(array.__array_interface__["data"][0])
 

@@ -15,7 +15,7 @@ from runtime.arrays.compiled_dequantize import Dequantizing
 from runtime.arrays.compiled_products import CompiledProducts, MapTiles
 from runtime.arrays.dequantize import dense
 from runtime.arrays.packed_rows import Floats, PackedRows
-from runtime.arrays.products import Float32Products, Products
+from runtime.arrays.products import Products
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, ReadyTile
@@ -81,7 +81,7 @@ class Matrices:
     @cached_property
     def products(self) -> Products:
         """The products with dequantized tiles."""
-        return self.other_products or Float32Products(self.arrays)
+        return self.other_products or Products(self.arrays)
 
     @property
     def team(self) -> Team | None:

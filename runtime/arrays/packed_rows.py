@@ -8,31 +8,23 @@ float32.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.compiled_dequantize import TYPES, unpacked, widened
+from runtime.arrays.compiled_dequantize import TYPES, Mapped, Stored, unpacked, widened
 from runtime.arrays.stored import Matrix
 from runtime.machine.llvm_code import Code, Integer, Pointer, Variable, fma
 from runtime.machine.machine_code import Text, compile_all, function
 
 Floats = npt.NDArray[np.float32]
-Stored = tuple[npt.NDArray[Any], ...]
-"""A matrix in the map: words (R, C * bits / 32), scales (R, G), and biases (R, G) if it has any."""
+
 Input = tuple[Floats, int, int, Floats]
 """x and its sums of groups, and between them their addresses."""
 FEW = 1 << 21  # products of two values; for fewer a second thread costs what it saves
 AT_ONCE = 256  # sums that are kept in registers
 AHEAD = 4096  # bytes of words: a processor itself fetches nothing from the next page
-
-
-class Mapped(Protocol):
-    """Weights that lie in a map."""
-
-    def stored(self, matrix: Matrix) -> Stored:
-        """A whole matrix where it lies."""
 
 
 class PackedRows:

@@ -9,13 +9,13 @@ each product too; the reference is `tests.oracles.bfloat16`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays, GpuArrays, view
+from runtime.arrays.arrays import Arrays, CpuArrays, view
 from runtime.arrays.dequantize import ABSORBED, codes, dequantize
 from runtime.arrays.weight_source import FloatTile, Tile
 from runtime.machine.onednn import OneDnn
@@ -56,82 +56,61 @@ class LowRank:
         return mx.addmm(y, self.u.astype(y.dtype), b.astype(y.dtype))
 
 
-class Products(Protocol):
-    """The products that kernels need."""
-
-    arrays: Arrays
-    packed_dtype: mx.Dtype
-    """The type of factors in products with quantized words."""
-
-    def dequantize(self, tile: Tile, bits: int) -> Factor:
-        """A tile (R, C), without its `shift`."""
-
-    def factor(self, x: mx.array) -> Factor:
-        """x (T, N) as a factor on the left."""
-
-    def by_columns(
-        self, x: Factor, w: Factor, onto: mx.array | None, added: LowRank | None = None
-    ) -> mx.array:
-        """x w^T (T, R) for x (T, C) and w (R, C), with `onto` and `added` if they are given."""
-
-    def put(self, x: Factor, w: Factor, whole: mx.array, where: slice) -> None:
-        """x w^T (T, R), for w (R, C), as some columns of a larger array."""
-
-    def by_rows(
-        self, x: Factor, w: Factor, onto: mx.array | None, added: LowRank | None = None
-    ) -> mx.array:
-        """x w (T, C) for x (T, R) and w (R, C), with `onto` and `added` if they are given."""
-
-    def empty(self, rows: int, columns: int) -> Factor:
-        """Memory for what `dequantize` returns of a tile (rows, columns)."""
-
-    def copy(self, values: Factor, to: Factor) -> None:
-        """Copy a tile, in place."""
-
-    def rounded(self, x: mx.array) -> mx.array:
-        """x, float32, with the values that a product multiplies."""
-
-
-class Float32Products:
-    """By MLX: a BLAS on a CPU."""
+class Products:
+    """The products that kernels need, here in float32 by MLX: a BLAS on a CPU."""
 
     packed_dtype = mx.float32
+    """The type of factors in products with quantized words."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
 
-    def dequantize(self, tile: Tile, bits: int) -> mx.array:
+    def dequantize(self, tile: Tile, bits: int) -> Factor:
+        """A tile (R, C), without its `shift`."""
         return dequantize(tile, bits, self.arrays)
 
-    def factor(self, x: mx.array) -> mx.array:
+    def factor(self, x: mx.array) -> Factor:
+        """x (T, N) as a factor on the left."""
         return x
 
-    def by_columns(
-        self, x: mx.array, w: mx.array, onto: mx.array | None, added: LowRank | None = None
+    def multiply(
+        self,
+        x: Factor,
+        w: Factor,
+        by_rows: bool,
+        onto: mx.array | None,
+        added: LowRank | None = None,
     ) -> mx.array:
-        return _with(x @ w.T if onto is None else mx.addmm(onto, x, w.T), added)
+        """x w^T (T, R) for x (T, C) and w (R, C); if `by_rows` x w (T, C) for x (T, R).
+
+        `onto`, which is consumed, and `added` are added if they are given.
+        """
+        y = self._product(x, w if by_rows else w.T, onto)
+        return y if added is None else added.onto(y)
+
+    def _product(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
+        return x @ w if onto is None else mx.addmm(onto, x, w)
 
     def put(self, x: Factor, w: Factor, whole: mx.array, where: slice) -> None:
-        self.arrays.put(whole, (slice(None), where), self.by_columns(x, w, None))
+        """x w^T (T, R), for w (R, C), as some columns of a larger array."""
+        self.arrays.put(whole, (slice(None), where), self.multiply(x, w, False, None))
 
-    def by_rows(
-        self, x: mx.array, w: mx.array, onto: mx.array | None, added: LowRank | None = None
-    ) -> mx.array:
-        return _with(x @ w if onto is None else mx.addmm(onto, x, w), added)
-
-    def empty(self, rows: int, columns: int) -> mx.array:
+    def empty(self, rows: int, columns: int) -> Factor:
+        """Memory for what `dequantize` returns of a tile (rows, columns)."""
         made = mx.zeros((rows, columns))
         mx.eval(made)
         return made
 
-    def copy(self, values: mx.array, to: mx.array) -> None:
+    def copy(self, values: Factor, to: Factor) -> None:
+        """Copy a tile, in place."""
         self.arrays.put(to, slice(None), values)
 
     def rounded(self, x: mx.array) -> mx.array:
+        """x, float32, with the values that a product multiplies."""
         return x
 
 
-class GpuBfloat16Products(Float32Products):
+class GpuBfloat16Products(Products):
     """By MLX on a GPU, of factors that are rounded. Their sums are added in float32."""
 
     packed_dtype = mx.bfloat16
@@ -144,18 +123,8 @@ class GpuBfloat16Products(Float32Products):
     def factor(self, x: mx.array) -> mx.array:
         return x.astype(mx.bfloat16)
 
-    def by_columns(
-        self, x: mx.array, w: mx.array, onto: mx.array | None, added: LowRank | None = None
-    ) -> mx.array:
-        return _with(self._sum(x @ w.T, onto), added)
-
-    def by_rows(
-        self, x: mx.array, w: mx.array, onto: mx.array | None, added: LowRank | None = None
-    ) -> mx.array:
-        return _with(self._sum(x @ w, onto), added)
-
-    def _sum(self, product: mx.array, onto: mx.array | None) -> mx.array:
-        return product.astype(mx.float32) if onto is None else onto + product
+    def _product(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
+        return (x @ w).astype(mx.float32) if onto is None else onto + x @ w
 
     def empty(self, rows: int, columns: int) -> mx.array:
         return self.factor(super().empty(rows, columns))
@@ -164,13 +133,12 @@ class GpuBfloat16Products(Float32Products):
         return x.astype(mx.bfloat16).astype(mx.float32)
 
 
-class OneDnnProducts:
-    """In bfloat16 by oneDNN, which is called on buffers."""
-
-    packed_dtype = mx.float32  # which MLX multiplies
+class OneDnnProducts(Products):
+    """In bfloat16 by oneDNN, which is called on buffers; MLX multiplies packed words in float32."""
 
     def __init__(self, arrays: Arrays, library: OneDnn) -> None:
-        self.arrays, self.library = arrays, library
+        super().__init__(arrays)
+        self.library = library
 
     def dequantize(self, tile: Tile, bits: int) -> Bits:
         if isinstance(tile, FloatTile):
@@ -195,20 +163,10 @@ class OneDnnProducts:
         self.library.convert(values, rounded)
         return rounded
 
-    def by_columns(
-        self, x: Bits, w: Bits, onto: mx.array | None, added: LowRank | None = None
-    ) -> mx.array:
-        return _with(self._multiply(x, w.T, onto), added)
-
     def put(self, x: Bits, w: Bits, whole: mx.array, where: slice) -> None:
         self.library.multiply(x, w.T, view(whole)[:, where], add=False)
 
-    def by_rows(
-        self, x: Bits, w: Bits, onto: mx.array | None, added: LowRank | None = None
-    ) -> mx.array:
-        return _with(self._multiply(x, w, onto), added)
-
-    def _multiply(self, x: Bits, w: Bits, onto: mx.array | None) -> mx.array:
+    def _product(self, x: Bits, w: Bits, onto: mx.array | None) -> mx.array:
         """The product, in place of `onto`."""
         y = mx.zeros((x.shape[0], w.shape[1])) if onto is None else onto
         self.library.multiply(x, w, view(y), add=onto is not None)
@@ -229,10 +187,6 @@ def products_for(compute_dtype: str, arrays: Arrays, library: OneDnn | None) -> 
     if library is not None:
         return OneDnnProducts(arrays, library)
     if compute_dtype == "float32":
-        return Float32Products(arrays)
-    assert isinstance(arrays, GpuArrays), "a plan in bfloat16 follows from a machine that has it"
+        return Products(arrays)
+    assert not isinstance(arrays, CpuArrays), "a plan in bfloat16 is for a machine that has it"
     return GpuBfloat16Products(arrays)
-
-
-def _with(y: mx.array, added: LowRank | None) -> mx.array:
-    return y if added is None else added.onto(y)

@@ -17,6 +17,7 @@ from runtime.arrays.arrays import Arrays
 from runtime.arrays.products import Factor, LowRank, Products
 from runtime.arrays.stored import Matrix
 from runtime.arrays.weight_source import QuantizedTile, Tile
+from runtime.core.remembered import remembered
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,11 @@ class Input:
 
     x: mx.array
     factor: Factor
-    _sums: dict[int, mx.array] = field(default_factory=dict)
 
+    @remembered
     def group_sums(self, groups: int, arrays: Arrays) -> mx.array:
         """Sums of x over each group of columns (T, G), the same for all tiles."""
-        if groups not in self._sums:
-            self._sums[groups] = arrays.group_sums(self.x, groups)
-        return self._sums[groups]
+        return arrays.group_sums(self.x, groups)
 
     @classmethod
     def of(cls, x: mx.array, products: Products, columns: slice | None = None) -> Input:
@@ -80,7 +79,7 @@ class ReadyTile:
             y = self.quantized(given.x, transpose=True)
             y = y if onto is None else onto + y
             return y if added is None else added.onto(y)
-        onto = self.products.by_columns(given.factor, self.values, onto, added)
+        onto = self.products.multiply(given.factor, self.values, False, onto, added)
         if self.shift is not None:
             arrays = self.products.arrays
             sums = given.group_sums(self.shift.shape[1], arrays)
@@ -152,7 +151,7 @@ class RowSum:
             term = term if total is None else term + total.astype(mx.float32)
             self.total = term if added is None else added.onto(term)
         else:
-            self.total = tile.products.by_rows(given.factor, tile.values, total, added)
+            self.total = tile.products.multiply(given.factor, tile.values, True, total, added)
         del total
         if tile.shift is not None:
             self._add_shifts(given.x, tile.shift, fade)

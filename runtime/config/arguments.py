@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from runtime.config.base import Config, Group, expanded, type_of
+from runtime.config.base import Config, Group, expanded, flag, type_of
 
 
 class Once(argparse.Action):
@@ -51,7 +51,9 @@ def add_arguments(
     for setting in sorted(fields(cls), key=_place):
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(setting)}
         place = places.get(setting.metadata["group"], parser)
-        flags = sorted((flag(setting.name), *setting.metadata["aliases"]), key=_is_long)
+        flags = sorted(
+            (flag(setting.name), *setting.metadata["aliases"]), key=lambda word: word[:2] == "--"
+        )
         if setting.name == cls.positional:
             nargs = "*" if str(setting.type).startswith("tuple") else "?"
             parser.add_argument(setting.name, nargs=nargs, metavar=_metavar(setting), **options)
@@ -106,15 +108,6 @@ def _place(setting: Field[Any]) -> int:
     if setting.default is MISSING:
         return 0
     return 1 if setting.name == "output" else 2
-
-
-def flag(name: str) -> str:
-    """An option's name on the command line."""
-    return "--" + name.replace("_", "-")
-
-
-def _is_long(flag: str) -> bool:
-    return flag.startswith("--")
 
 
 def _metavar(setting: Field[Any]) -> str:

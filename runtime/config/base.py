@@ -42,6 +42,11 @@ class Group(StrEnum):
     OTHER = "other"
 
 
+def flag(name: str) -> str:
+    """An option's name on the command line."""
+    return "--" + name.replace("_", "-")
+
+
 class Check(NamedTuple):
     """A condition on a field's value, and the words that describe it in messages."""
 

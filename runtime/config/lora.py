@@ -36,7 +36,6 @@ ALPHA = between(1e-3, MOST_ALPHA, "usual is once or twice the rank")
 _LAST = Check(
     lambda count: count == ALL_LAYERS or COUNT.allows(count), f"1 or more, or {ALL_LAYERS} for all"
 )
-_SHARE = between(0, 0.99, "usual are 0 to 0.1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +87,3 @@ class LoraOptions(Config):
             "rslora": self.rslora,
         }
         return {name: value for name, value in values.items() if value is not None}
-
-
-def dropout_field() -> Any:
-    """The field for the dropout of the adapters' inputs."""
-    return option(
-        None,
-        "probability of dropping a value of an adapter's input while training; with mebp only "
-        "(default: that of the adapter to start from, else 0)",
-        _SHARE,
-        Group.LORA,
-    )

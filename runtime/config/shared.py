@@ -21,7 +21,7 @@ from runtime.config.base import (
     required,
     up_to,
 )
-from runtime.config.lora import LoraOptions, dropout_field
+from runtime.config.lora import LoraOptions
 from runtime.config.methods import METHODS, OPTIONS_OF
 from runtime.config.zeroth_order import ZerothOrderOptions
 from runtime.core.units import parse_bytes
@@ -291,7 +291,13 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         Group.TRAINING,
     )
     adapter: str | None = adapter_field(f"adapter to start from: {ADAPTER} (default: new adapters)")
-    lora_dropout: float | None = dropout_field()
+    lora_dropout: float | None = option(
+        None,
+        "probability of dropping a value of an adapter's input while training; with mebp only "
+        "(default: that of the adapter to start from, else 0)",
+        between(0, 0.99, "usual are 0 to 0.1"),
+        Group.LORA,
+    )
     trainable: str | None = trainable_field()
     prefix_length: int | None = prefix_length_field()
     plan: str = choice(

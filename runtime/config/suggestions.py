@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from runtime.config.base import flag as flag_of
 from runtime.config.elsewhere import (
     ADVICE,
     COMMAND_ADVICE,
@@ -55,7 +56,7 @@ def not_known(words: Sequence[str], there: Sequence[str], command: str) -> str:
 
 def value_meant(name: str, value: object) -> str:
     """What a value that an option does not take may mean, as the end of a message; often empty."""
-    flag, theirs = _flag(name), str(value).lower()
+    flag, theirs = flag_of(name), str(value).lower()
     if advice := VALUE_ADVICE.get(flag, {}).get(theirs):
         return f"; {advice}"
     ours = VALUES_ELSEWHERE.get(flag, {}).get(theirs)
@@ -78,16 +79,12 @@ def _values(words: Sequence[str]) -> dict[str, str]:
 
 def unknown_key(key: str, there: Sequence[str]) -> str:
     """The message for a key that a configuration does not have; `there` are those that it has."""
-    flag = _flag(key)
+    flag = flag_of(key)
     if flag in ADVICE:
         return f"unknown key {key!r}: {ADVICE[flag]}"
-    near = _meant(flag, [_flag(name) for name in there])
+    near = _meant(flag, [flag_of(name) for name in there])
     hint = f"; did you mean {near[0].removeprefix('--').replace('-', '_')}?" if near else ""
     return f"unknown key {key!r}{hint}"
-
-
-def _flag(key: str) -> str:
-    return "--" + key.replace("_", "-")
 
 
 def _meant(flag: str, there: Sequence[str]) -> list[str]:

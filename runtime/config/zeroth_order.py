@@ -123,13 +123,3 @@ class ZerothOrderOptions(Config):
     def zo_window_size(self) -> int:
         """How many estimates are averaged, where any are."""
         return USUAL_WINDOW if self.zo_window is None else self.zo_window
-
-    @property
-    def seed_pool_size(self) -> int:
-        """How many directions there are in all, where steps draw from a pool."""
-        return USUAL_POOL if self.seed_pool is None else self.seed_pool
-
-    @property
-    def hessian_smoothing_used(self) -> float:
-        """How much of an estimate of the Hessian a step replaces, where there is one."""
-        return USUAL_SMOOTHING if self.hessian_smoothing is None else self.hessian_smoothing

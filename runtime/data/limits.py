@@ -23,9 +23,8 @@ from runtime.machine.footprint import mapped_bytes
 
 GRACE_SECONDS = 2  # after which code that no exception reaches is ended with its process
 _TICKS_CLOCK = -8  # Linux's clock of this process that RLIMIT_CPU goes by
-RESTORING = frozenset(
-    (__file__, contextlib.__file__, signal.__file__)
-)  # the code that ends a `with` block
+# the code that ends a `with` block
+RESTORING = frozenset((__file__, contextlib.__file__, signal.__file__))
 
 
 class TooSlowError(Exception):

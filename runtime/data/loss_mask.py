@@ -35,7 +35,7 @@ from runtime.data.unread import (
     unknown,
 )
 
-ASSISTANT_TURNS, LAST_TURN, ALL = "assistant", "last", "all"
+LAST_TURN, ALL = "last", "all"
 
 
 @dataclass(frozen=True)
@@ -183,19 +183,19 @@ def _conversation(
     if loss_on == ALL:
         if not all(on for on, m in zip(switches, messages, strict=True) if m["role"] != ASSISTANT):
             lost.append("a switch in a message that is no answer, which --loss-on all scores")
-        text, spans = (
-            chat.answered(messages, tools, sorted({*off, *empty}))
-            if off or empty
-            else (chat.text(messages, tools), [])
-        )
+        text, spans = _answered(chat, messages, tools, sorted({*off, *empty}))
         scored = _between(spans, len(text))
     else:
         messages = messages[: wanted[-1] + 1] if wanted else messages  # the later teach nothing
-        text, scored = (
-            chat.answered(messages, tools, wanted) if wanted else (chat.text(messages, tools), [])
-        )
+        text, scored = _answered(chat, messages, tools, wanted)
     warnings, unwritten, more = not_written(chat, messages, tools, text)
     return MarkedText(text, scored, False, False, warnings, (*lost, *more), dropped or unwritten)
+
+
+def _answered(
+    chat: ChatTemplate, messages: Messages, tools: Messages | None, turns: list[int]
+) -> tuple[str, list[Span]]:
+    return chat.answered(messages, tools, turns) if turns else (chat.text(messages, tools), [])
 
 
 def _without_ends(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from runtime.core.units import counted
+
 SHOWN = 5  # warnings that are kept in full
 MOST_LOST = 50  # different parts of rows that are counted each for itself
 FURTHER = "further parts that are not learnt"
@@ -90,7 +92,7 @@ class DataReport(msgspec.Struct, kw_only=True):
     def counts(self) -> str:
         """The counts, in a line or two."""
         name = f"{self.source}, held out" if self.held_out and self.is_valid else self.source
-        parts = [f"{name}: {_rows(self.read)} read"]
+        parts = [f"{name}: {counted(self.read, 'row')} read"]
         if self.formats:
             parts[0] += f" ({', '.join(self.formats)})"
         parts.append(f"{self.kept} kept")
@@ -126,7 +128,7 @@ class DataReport(msgspec.Struct, kw_only=True):
     def warning_lines(self) -> list[str]:
         """The warnings that were kept, and how many more there were."""
         more = self.warned - len(self.warnings)
-        lost = [f"{_rows(count)} with {part:.200}" for part, count in self.lost.items()]
+        lost = [f"{counted(rows, 'row')} with {part:.200}" for part, rows in self.lost.items()]
         return [*lost, *self.warnings, *([f"and {more} more such rows"] if more else [])]
 
     def describe(self, buckets: Sequence[int], lengths: bool = True) -> str:
@@ -134,7 +136,3 @@ class DataReport(msgspec.Struct, kw_only=True):
         warned = [f"warning: {line}" for line in self.warning_lines()]
         histogram = [self.histogram(buckets)] if lengths else []
         return "\n".join([self.counts(), *histogram, *warned])
-
-
-def _rows(count: int) -> str:
-    return f"{count} row" if count == 1 else f"{count} rows"

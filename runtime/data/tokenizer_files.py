@@ -13,11 +13,8 @@ from typing import Any
 
 from runtime.core.documents import from_json
 
-VOCABULARY, CONFIG, GENERATION = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-)
+VOCABULARY, CONFIG = "tokenizer.json", "tokenizer_config.json"
+GENERATION = "generation_config.json"
 SPECIAL_MAP, MORE_TOKENS = "special_tokens_map.json", "added_tokens.json"
 TEMPLATE, OLDER_TEMPLATE = "chat_template.jinja", "chat_template.json"
 TEMPLATES, TEMPLATE_SUFFIX = "additional_chat_templates", ".jinja"

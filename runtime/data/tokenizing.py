@@ -29,7 +29,7 @@ import msgspec
 from runtime.config.shared import DATA_FILE
 from runtime.core.errors import DataError, StorageError
 from runtime.core.files import flush, flush_path
-from runtime.core.units import first_of
+from runtime.core.units import counted, first_of
 from runtime.data.fields import Recognised, recognise
 from runtime.data.loss_mask import Row, row_of
 from runtime.data.records import READERS, TEXT, encoding_of, not_text, records, suffix_of
@@ -284,10 +284,9 @@ def held_out_below(digests: Iterable[int], share: float) -> int:
         return 0
     bound = ordered[max(1, round(share * len(ordered))) - 1] + 1
     if bound > ordered[-1]:
-        rows = "1 row" if len(ordered) == 1 else f"{len(ordered)} rows"
         raise DataError(
-            f"--valid-split {share:.0%} of {rows} holds out all, since equal rows stay together; "
-            "give more rows that differ, or --eval-data in its place"
+            f"--valid-split {share:.0%} of {counted(len(ordered), 'row')} holds out all, since "
+            "equal rows stay together; give more rows that differ, or --eval-data in its place"
         )
     return bound
 
@@ -345,13 +344,7 @@ def _nothing(report: DataReport) -> str:
         why = "rows with a token that the model does not embed are left out"
     elif any(reason.startswith(TOO_LATE) for reason in report.dropped):
         why = "every row is too long or empty; add data or raise --max-seq-length"
-    return "\n".join(
-        [
-            f"no row is left: {why}",
-            report.counts(),
-            *report.warning_lines(),
-        ]
-    )
+    return "\n".join([f"no row is left: {why}", report.counts(), *report.warning_lines()])
 
 
 def tokenize(

@@ -14,14 +14,14 @@ import mlx.core as mx
 
 from runtime.arrays.arrays import Arrays
 from runtime.arrays.profile import Profile
-from runtime.arrays.stored import Block
 from runtime.arrays.values import Gradients, Loras, Values
 from runtime.operations.base import Operation
 from runtime.operations.kernel import Kernel, Run, Tools
 from runtime.operations.kernel_table import KERNELS
-from runtime.operations.program import Instruction, Program
+from runtime.operations.program import Instruction
 from runtime.operations.row_kernels import ONE_ROW_KERNELS, ROW_KERNELS, RowKernel
 from runtime.operations.values import gradient_of
+from runtime.plan.lower import LoweredBlock
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class Executor:
 
     def forward(
         self,
-        block: Block,
-        program: Program,
+        lowered: LoweredBlock,
         instructions: Sequence[Instruction],
         tokens: int,
         lanes: list[Values],
@@ -54,13 +53,12 @@ class Executor:
     ) -> None:
         """Run forward instructions for every batch lane, changing the lanes' values."""
         for instruction in instructions:
-            run = Run(block, program, instruction, tokens)
+            run = Run(lowered.block, lowered.program, instruction, tokens)
             self._forward(run, lanes, loras)
 
     def reverse(
         self,
-        block: Block,
-        program: Program,
+        lowered: LoweredBlock,
         instructions: Sequence[Instruction],
         tokens: int,
         values: Values,
@@ -69,7 +67,7 @@ class Executor:
     ) -> None:
         """Run one lane's backward instructions, adding to the gradients of adapters."""
         for instruction in instructions:
-            run = Run(block, program, instruction, tokens)
+            run = Run(lowered.block, lowered.program, instruction, tokens)
             if instruction.backward:
                 self._backward(run, values, loras, gradients)
             else:

@@ -13,6 +13,7 @@ from runtime.arrays.arrays import DTYPES
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError
 from runtime.core.files import private_copy, read_file, reading_errors
+from runtime.core.remembered import remembered
 from runtime.engine.replay import Array, Replay, UnknownPrimitiveError
 from runtime.operations.values import dtype_of
 
@@ -22,7 +23,6 @@ class Graphs:
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
-        self._opened: dict[str, Callable[..., Any]] = {}
         self._replays: dict[str, Replay | None] = {}
 
     def call(self, key: str, arguments: Sequence[mx.array]) -> tuple[mx.array, ...]:
@@ -59,22 +59,21 @@ class Graphs:
         """The memory that a function takes beside its arguments and results while it runs."""
         return self.bundle.manifest.graphs[key].workspace_bytes
 
+    @remembered
     def _open(self, key: str) -> Callable[..., Any]:
-        if key not in self._opened:
-            graph = self.bundle.manifest.graphs[key]
-            if self.bundle.graphs_path is None:
-                raise BundleError(
-                    f"{self.bundle.path}: its graphs may not run, since nobody has checked where "
-                    "they come from"
-                )
-            path = self.bundle.graphs_path / graph.file
-            with reading_errors(path):
-                data = read_file(path)
-            if hashlib.sha256(data).hexdigest() != graph.sha256:  # it has changed since the start
-                raise BundleError(f"{path} is altered: its SHA-256 differs")
-            try:
-                with private_copy(data) as copy:  # and may change again before MLX reads it
-                    self._opened[key] = cast(Callable[..., Any], mx.import_function(copy))
-            except RuntimeError as problem:
-                raise BundleError(f"{graph.file} cannot be loaded: {problem}") from None
-        return self._opened[key]
+        graph = self.bundle.manifest.graphs[key]
+        if self.bundle.graphs_path is None:
+            raise BundleError(
+                f"{self.bundle.path}: its graphs may not run, since nobody has checked where "
+                "they come from"
+            )
+        path = self.bundle.graphs_path / graph.file
+        with reading_errors(path):
+            data = read_file(path)
+        if hashlib.sha256(data).hexdigest() != graph.sha256:  # it has changed since the start
+            raise BundleError(f"{path} is altered: its SHA-256 differs")
+        try:
+            with private_copy(data) as copy:  # and may change again before MLX reads it
+                return cast(Callable[..., Any], mx.import_function(copy))
+        except RuntimeError as problem:
+            raise BundleError(f"{graph.file} cannot be loaded: {problem}") from None

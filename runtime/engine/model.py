@@ -163,7 +163,9 @@ class Model:
         one row.
         """
         values = self._placed(tokens, offsets, first)
-        return self._forward(self.blocks[0], [values], [{} if loras is None else loras])[0]
+        return self._forward(
+            self._lowered[self.blocks[0]], [values], [{} if loras is None else loras]
+        )[0]
 
     def embed_backward(
         self,
@@ -177,12 +179,10 @@ class Model:
 
         dy (1, bucket, D) is the gradient of the hidden states that `embed` made of the tokens.
         """
-        block, values = self.blocks[0], self._placed(tokens, offsets)
-        lowered = self._lowered[block]
+        lowered, values = self._lowered[self.blocks[0]], self._placed(tokens, offsets)
         values |= {LOOKED_UP: values[TOKENS], gradient_of(lowered.program.output): dy}
         del dy
-        schedule, program = lowered.backward, lowered.program
-        self.executor.reverse(block, program, schedule, self.bucket, values, loras, gradients)
+        self.executor.reverse(lowered, lowered.backward, self.bucket, values, loras, gradients)
         self.arrays.finish(gradients)
 
     def _placed(
@@ -215,8 +215,8 @@ class Model:
         results depends on the others. `xs` is emptied. `offsets` of an input that is not None
         divide it into packed rows.
         """
-        lanes = self._lanes(self._lowered[block].program, xs, offsets)
-        return self._forward(block, lanes, loras)
+        lowered = self._lowered[block]
+        return self._forward(lowered, self._lanes(lowered.program, xs, offsets), loras)
 
     def _lanes(
         self, program: Program, xs: list[mx.array], offsets: Sequence[Offsets | None] | None
@@ -243,10 +243,10 @@ class Model:
         not padding. `cache` holds what the layer keeps of earlier tokens, such as their keys and
         values, to which those of these tokens are added.
         """
-        name = self._lowered[block].program.input
+        lowered = self._lowered[block]
         lanes: list[Values] = [
             {
-                name: x,
+                lowered.program.input: x,
                 POSITION: mx.array(position, mx.int32),
                 COUNT: mx.array(count, mx.int32),
                 **cache,
@@ -254,7 +254,7 @@ class Model:
             for x, position, count in zip(xs, positions, counts, strict=True)
         ]
         xs.clear()
-        return self._forward(block, lanes, [loras] * len(lanes))
+        return self._forward(lowered, lanes, [loras] * len(lanes))
 
     def new_cache(self) -> dict[Block, Values]:
         """The key-value cache of a sequence of no tokens, by layer."""
@@ -283,11 +283,11 @@ class Model:
         return {STARTS: starts}
 
     @quiet
-    def _forward(self, block: Block, lanes: list[Values], loras: Sequence[Loras]) -> list[mx.array]:
-        lowered = self._lowered[block]
-        program = lowered.program
-        self.executor.forward(block, program, lowered.forward, self.bucket, lanes, loras)
-        outputs = [values[program.output] for values in lanes]
+    def _forward(
+        self, lowered: LoweredBlock, lanes: list[Values], loras: Sequence[Loras]
+    ) -> list[mx.array]:
+        self.executor.forward(lowered, lowered.forward, self.bucket, lanes, loras)
+        outputs = [values[lowered.program.output] for values in lanes]
         self.arrays.finish(outputs)
         return outputs
 
@@ -304,9 +304,8 @@ class Model:
         `way` is one of the layer's ways to keep values (`LoweredBlock.keeping`).
         """
         lowered = self._lowered[block]
-        program, schedule = lowered.program, lowered.keeping[way].forward
-        lanes = self._lanes(program, xs, offsets)
-        self.executor.forward(block, program, schedule, self.bucket, lanes, loras)
+        program, lanes = lowered.program, self._lanes(lowered.program, xs, offsets)
+        self.executor.forward(lowered, lowered.keeping[way].forward, self.bucket, lanes, loras)
         ys = [values.pop(program.output) for values in lanes]
         for values in lanes:
             for name in (program.input, STARTS):
@@ -341,16 +340,17 @@ class Model:
             given.clear()
             schedule = lowered.keeping[way].backward
         gradients: Gradients = {}
-        self.executor.reverse(block, program, schedule, self.bucket, values, loras, gradients)
+        self.executor.reverse(lowered, schedule, self.bucket, values, loras, gradients)
         dx = values.get(gradient_of(program.input))
         self.arrays.finish(gradients if dx is None else (dx, gradients))
         return dx, gradients
 
     def hidden(self, x: mx.array, scored: Positions, loras: Loras | None = None) -> mx.array:
         """The head operation's input (N, D) at the positions `scored`, for x (1, bucket, D)."""
-        block = self.blocks[-1]
-        values: Values = {self._lowered[block].program.input: x}
-        (whole,) = self._forward(block, [values], [{} if loras is None else loras])
+        lowered = self._lowered[self.blocks[-1]]
+        (whole,) = self._forward(
+            lowered, [{lowered.program.input: x}], [{} if loras is None else loras]
+        )
         h = mx.take(mx.array(whole).squeeze(0), _indices(scored), axis=0)  # so that the rest can go
         h = h.astype(mx.float32)  # as the head takes it
         mx.eval(h)
@@ -413,16 +413,14 @@ class Model:
 
     def head_backward(self, x: mx.array, dh: mx.array, scored: Positions) -> mx.array:
         """dx (1, bucket, D) of the head block's input x, from dh (N, D) at positions `scored`."""
-        block = self.blocks[-1]
-        lowered = self._lowered[block]
+        lowered = self._lowered[self.blocks[-1]]
         program = lowered.program
         whole = mx.zeros((1, self.bucket, dh.shape[-1]), self.tools.dtype)
         whole[0, _indices(scored)] = dh
         mx.eval(whole)  # so that dh can go
         values: Values = {program.input: x, gradient_of(program.output): whole}
         del x, dh, whole
-        schedule, gradients = lowered.backward, Gradients()
-        self.executor.reverse(block, program, schedule, self.bucket, values, {}, gradients)
+        self.executor.reverse(lowered, lowered.backward, self.bucket, values, {}, {})
         dx = values[gradient_of(program.input)]
         self.arrays.finish(dx)
         return dx

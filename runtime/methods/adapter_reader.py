@@ -199,7 +199,7 @@ class AdapterTensors:
     """
 
     def __init__(self, path: Path, file: Any, manifest: Manifest, rank: int) -> None:
-        self._path, self._file = path, file
+        self._path, self.file = path, file
         self._pieces: dict[str, list[Piece]] = {}
         self._stored: dict[str, str] = {}
         self.shapes: dict[str, Shape] = {}
@@ -211,6 +211,8 @@ class AdapterTensors:
                 f"as {towers[0]!r:.200}, and a bundle holds the language model alone; train the "
                 "adapter on that alone, or delete these tensors, which text does not pass through"
             )
+        if any(file.get_slice(stored).get_dtype() == "BF16" for stored in (*names, *self.base)):
+            import ml_dtypes  # noqa: F401 - gives NumPy the type; other files need it not
         self._is_peft = any(map(peft.is_stored_name, names))
         for stored in names:
             name, part = self._own_name(stored), file.get_slice(stored)
@@ -341,27 +343,11 @@ class AdapterTensors:
     def _named(self, name: str) -> F32:
         """A tensor by its name in the file as ours are formed."""
         stored = self._stored[name]
-        part = self._file.get_slice(stored)
-        if part.get_dtype() == "BF16":  # which NumPy lacks
-            value = self._bfloat16(stored).reshape(part.get_shape())
-        else:
-            value = self._file.get_tensor(stored)
+        value = self.file.get_tensor(stored)
         if not np.isfinite(value).all():
             raise BundleError(f"{self._path}: {stored} holds values that are not finite")
         value = value.T if self._is_peft else value
         return np.ascontiguousarray(value, np.float32)
-
-    def _bfloat16(self, stored: str) -> F32:
-        """The values of a tensor of bfloat16, whose bits are the upper half of a float32's.
-
-        The library has checked the header, so the tensor lies inside the file.
-        """
-        with self._path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            start, stop = from_json(file.read(size))[stored]["data_offsets"]
-            file.seek(8 + size + start)
-            bits = np.frombuffer(file.read(stop - start), "<u2")
-        return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _read_config(path: Path) -> Any:

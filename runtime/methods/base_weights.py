@@ -7,7 +7,7 @@ loads: they are others where the vocabulary has grown. A bundle keeps its own.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,19 +19,13 @@ from runtime.arrays.stored import Matrix
 from runtime.arrays.weight_source import FloatTile
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
-from runtime.core.documents import from_json
 from runtime.core.errors import BundleError
-from runtime.methods.adapter_reader import MERGE, AdapterFiles
+from runtime.methods.adapter_reader import MERGE, TYPES, AdapterFiles
 from runtime.storage.weights import Weights
 
 F32 = npt.NDArray[np.float32]
 _MOST_VALUES = 1 << 20  # that are compared at a time
 _ROUNDED = 0.02  # the largest difference of a row, to its length, of float16 and bfloat16
-_NUMPY: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-}
 
 
 def check_base_weights(path: Path, bundle: Bundle) -> None:
@@ -44,31 +38,25 @@ def check_base_weights(path: Path, bundle: Bundle) -> None:
     if not files.is_peft:
         return
     with files.opened(bundle.manifest.lora.rank) as tensors:
-        held = tensors.base
-    if not held:
-        return
-    if bundle.manifest.slice is not None:
-        raise BundleError(
-            f"{files.weights}: {held[0]} is a weight of the model itself, and {bundle.path} holds "
-            "too few weights to compare it; if it is the model's own, delete it there"
-        )
-    matrices = _matrices(bundle.manifest)
-    weights = Weights(bundle)
-    with files.weights.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = from_json(file.read(size))
+        if not (held := tensors.base):
+            return
+        if bundle.manifest.slice is not None:
+            raise BundleError(
+                f"{files.weights}: {held[0]} is a weight of the model itself, and {bundle.path} "
+                "holds too few weights to compare it; if it is the model's own, delete it there"
+            )
+        matrices, weights = _matrices(bundle.manifest), Weights(bundle)
         for stored in held:
-            where, entry = f"{files.weights}: {stored}", header[stored]
-            matrix = matrices.get(peft.base_module(stored))
+            where, theirs = f"{files.weights}: {stored}", tensors.file.get_slice(stored)
+            dtype, matrix = theirs.get_dtype(), matrices.get(peft.base_module(stored))
             shape = None if matrix is None else (matrix.rows, matrix.columns)
-            if matrix is None or tuple(entry["shape"]) != shape or entry["dtype"] not in _NUMPY:
+            if matrix is None or tuple(theirs.get_shape()) != shape or dtype not in TYPES:
                 raise BundleError(
-                    f"{where} is {entry['dtype']} of shape {tuple(entry['shape'])}, a weight of "
+                    f"{where} is {dtype} of shape {tuple(theirs.get_shape())}, a weight of "
                     f"the model itself, and the bundle has {shape or 'no such matrix'} there; "
                     f"{MERGE}"
                 )
-            file.seek(8 + size + entry["data_offsets"][0])
-            if unlike := _unlike(file, _NUMPY[entry["dtype"]], weights, matrix):
+            if unlike := _unlike(theirs, weights, matrix):
                 raise BundleError(
                     f"{where} is a weight of the model itself, and {len(unlike)} of its "
                     f"{matrix.rows} rows, such as {unlike[0]}, are not the bundle's: the adapter "
@@ -91,19 +79,13 @@ def _matrices(manifest: Manifest) -> dict[str, Matrix]:
     return matrices
 
 
-def _unlike(file: BinaryIO, dtype: np.dtype[Any], weights: Weights, matrix: Matrix) -> list[int]:
-    """The rows in a file, from where it is read on, that are not a matrix's."""
+def _unlike(stored: Any, weights: Weights, matrix: Matrix) -> list[int]:
+    """The rows of a slice of safetensors that are not a matrix's."""
     near = _ROUNDED if matrix.is_float else min(_ROUNDED + 4 / (2**matrix.bits - 1), 0.9)
     step, unlike = max(1, _MOST_VALUES // matrix.columns), []
     for start in range(0, matrix.rows, step):
         stop = min(matrix.rows, start + step)
-        data = file.read((stop - start) * matrix.columns * dtype.itemsize)
-        values = np.frombuffer(data, dtype)
-        theirs = (
-            (values.astype(np.uint32) << 16).view(np.float32)
-            if dtype == _NUMPY["BF16"]
-            else values.astype(np.float32)
-        ).reshape(stop - start, matrix.columns)
+        theirs = stored[start:stop].astype(np.float32)
         apart = np.linalg.norm(theirs - _rows(weights, matrix, start, stop), axis=1)
         is_near = apart <= near * np.linalg.norm(theirs, axis=1)  # no number is near
         unlike += (start + np.flatnonzero(~is_near)).tolist()

@@ -54,9 +54,9 @@ class StepDropout:
     in any order of execution, in the recomputed forward pass, and after a run is resumed.
     """
 
-    seed: int
-    probability: float
-    step: int
+    seed: int = 0
+    probability: float = 0.0
+    step: int = 0
     first_row: int = 0
 
     def of_row(self, block: Block, loras: Loras, row: int) -> Loras:
@@ -89,7 +89,7 @@ class Backprop:
     activations: Activations
     lanes: int = 1
     kept: Sequence[int] = ()
-    dropout: StepDropout | None = None
+    dropout: StepDropout = field(default_factory=StepDropout)
     loss: Loss = field(default_factory=NextToken)
     stored: Activations | None = None
 
@@ -156,7 +156,7 @@ class Backprop:
         for first in range(0, len(rows), lanes):
             group = range(first, min(first + lanes, len(rows)))
             xs = [self.activations.get(index, row) for row in group]
-            given = [self._of_row(block, loras, row) for row in group]
+            given = [self.dropout.of_row(block, loras, row) for row in group]
             offsets = [rows[row].offsets for row in group]
             if not way and self.stored is None:
                 ys = self.model.forward_lanes(block, xs, given, offsets)
@@ -215,7 +215,14 @@ class Backprop:
             loss, slopes = self._slopes(scored, divisor)
             result += loss
             if loras:
-                self._head_adapter(scored, slopes, loras, gradients)
+                model.head_gradients(
+                    [sample.h for sample in scored],
+                    [sample.sample.targets for sample in scored],
+                    [mx.ones((len(s.h), 1)) * by for s, by in zip(scored, slopes, strict=True)],
+                    [sample.head for sample in scored],
+                    loras,
+                    gradients,
+                )
             dhs = [sample.gradient for sample in scored] if goes_on else []
             scored.clear()  # hidden states, before the block's backward takes memory
             for row in numbers if goes_on else ():
@@ -242,23 +249,6 @@ class Backprop:
             slopes += [slope * (1.0 / divisor) for slope in self.loss.slopes(group)]
         return result, slopes
 
-    def _head_adapter(
-        self,
-        scored: Sequence[Scored],
-        slopes: Sequence[float | mx.array],
-        loras: Loras,
-        gradients: Gradients,
-    ) -> None:
-        """Add the gradients of the head's adapter, of scored rows."""
-        self.model.head_gradients(
-            [sample.h for sample in scored],
-            [sample.sample.targets for sample in scored],
-            [mx.ones((len(s.h), 1)) * slope for s, slope in zip(scored, slopes, strict=True)],
-            [sample.head for sample in scored],
-            loras,
-            gradients,
-        )
-
     def _embedding(self, rows: Sequence[Sample], total: Gradients) -> Gradients:
         """The embedding's gradients over all rows, added to those of a tied head."""
         loras = self.adapters.loras(self.model.blocks[0])
@@ -278,7 +268,7 @@ class Backprop:
                 block,
                 self.activations.get(index, row),
                 self.activations.get(index + 1, row),
-                self._of_row(block, loras, row),
+                self.dropout.of_row(block, loras, row),
                 kept=self._kept(index, row, kept),
                 offsets=sample.offsets,
             )
@@ -288,9 +278,6 @@ class Backprop:
             del dx, gradients
             self.model.arrays.finish(total)
         return total
-
-    def _of_row(self, block: Block, loras: Loras, row: int) -> Loras:
-        return loras if self.dropout is None else self.dropout.of_row(block, loras, row)
 
 
 @dataclass(frozen=True)

@@ -68,12 +68,8 @@ class StepResult:
     shown: Mapping[str, Any] = field(default_factory=dict)
 
 
-class ApplyGradients(Protocol):
-    """Takes a block's gradients (dA, dB per relative name) once they are complete."""
-
-    def __call__(self, block: Block, gradients: Gradients) -> None: ...
-
-
+ApplyGradients = Callable[[Block, Gradients], None]
+"""Takes a block's gradients (dA, dB per relative name) once they are complete."""
 Models = Callable[[int], Model]  # of the smallest sequence bucket that holds so many tokens
 
 

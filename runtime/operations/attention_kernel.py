@@ -23,17 +23,17 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays, row_sums, view
 from runtime.arrays.attention_text import UNSEEN
 from runtime.arrays.compiled_attention import Seen, attend, attend_back, compile_for
 from runtime.arrays.values import Gradients, Loras, Values, accumulate
 from runtime.machine.threads import Team
-from runtime.operations.attention import STARTS, Attention
+from runtime.operations.attention import Attention
 from runtime.operations.base import Operation
-from runtime.operations.kernel import Run, Tools
+from runtime.operations.kernel import Kernel, Run, Starts
 from runtime.operations.prefix_kernel import (
+    MASKED,
     Scoring,
     attended,
     by_head,
@@ -41,10 +41,6 @@ from runtime.operations.prefix_kernel import (
     transposed,
     watch_keys,
 )
-
-MASKED = -1e30  # added to a score, which vanishes in its rounding
-Starts = npt.NDArray[np.int32]
-"""For each token (T,) the position at which its row starts; positions never fall."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +50,8 @@ class AttentionBlocks:
     attention_block: int
     arrays: Arrays
 
-    def _blocks(
-        self, tokens: int, window: int | None, starts: Starts | None
-    ) -> Iterator[tuple[int, int, int, mx.array]]:
+    def _blocks(self, tokens: int, scoring: Scoring) -> Iterator[tuple[int, int, int, mx.array]]:
+        window, starts = scoring.window, scoring.starts
         for start in range(0, tokens, self.attention_block):
             stop = min(tokens, start + self.attention_block)
             first = 0 if window is None else max(0, start - window + 1)
@@ -65,18 +60,12 @@ class AttentionBlocks:
             yield start, stop, first, _mask(start, stop, first, window, starts)
 
     def forward(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        scoring: Scoring,
-        starts: Starts | None = None,
+        self, q: mx.array, k: mx.array, v: mx.array, scoring: Scoring
     ) -> tuple[mx.array, mx.array]:
         """Attend.
 
         Args:
             q: (1, H, T, D); k, v: (1, K, T, D) with H a multiple of K.
-            starts: where each token's row starts, in a sequence of packed rows.
         Returns:
             out (1, H, T, D) and the log-sum-exp of every row of scores (K, H/K, T, 1).
         """
@@ -85,7 +74,7 @@ class AttentionBlocks:
         groups = k.shape[1]
         grouped = q.reshape(groups, heads // groups, tokens, width)
         joined, sums = _Joined(tokens, arrays), _Joined(tokens, arrays)
-        for start, stop, first, mask in self._blocks(tokens, scoring.window, starts):
+        for start, stop, first, mask in self._blocks(tokens, scoring):
             keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
             out, lse = attended(grouped[:, :, start:stop], keys, values, mask, scoring, arrays)
             joined.put(start, out)
@@ -102,7 +91,6 @@ class AttentionBlocks:
         lse: mx.array,
         d_out: mx.array,
         scoring: Scoring,
-        starts: Starts | None = None,
     ) -> tuple[mx.array, ...]:
         """dq, dk, dv, shaped as q, k, v, from what `forward` took and returned.
 
@@ -122,7 +110,7 @@ class AttentionBlocks:
             further = [mx.zeros(part[:, 0].shape) for part in (prefix.keys, prefix.values)]
             arrays.settle(further)
         joined = _Joined(tokens, arrays)
-        for start, stop, first, mask in self._blocks(tokens, scoring.window, starts):
+        for start, stop, first, mask in self._blocks(tokens, scoring):
             keys, values = k[0, :, None, first:stop], v[0, :, None, first:stop]
             rows = grouped[:, :, start:stop]
             d_rows = d_grouped[:, :, start:stop]
@@ -165,12 +153,7 @@ class CompiledBlocks:
     arrays: Arrays
 
     def forward(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        scoring: Scoring,
-        starts: Starts | None = None,
+        self, q: mx.array, k: mx.array, v: mx.array, scoring: Scoring
     ) -> tuple[mx.array, mx.array]:
         """As `AttentionBlocks.forward`."""
         _, heads, tokens, _ = q.shape
@@ -183,7 +166,7 @@ class CompiledBlocks:
         if scoring.sinks is not None:
             top[...], total[...] = view(scoring.sinks)[:, None], 1
         given = {"q": view(q)[0], "k": view(k)[0], "v": view(v)[0], "out": view(out)[0]}
-        attend(self.team, _seen(scoring, starts, tokens), given, top, total)
+        attend(self.team, _seen(scoring, tokens), given, top, total)
         return out, sums
 
     def backward(
@@ -195,7 +178,6 @@ class CompiledBlocks:
         lse: mx.array,
         d_out: mx.array,
         scoring: Scoring,
-        starts: Starts | None = None,
     ) -> tuple[mx.array, ...]:
         """As `AttentionBlocks.backward`."""
         _, heads, tokens, _ = q.shape
@@ -209,16 +191,16 @@ class CompiledBlocks:
         given = dict(zip(names, arrays, strict=True))
         sums = view(lse).reshape(heads, tokens)
         d_prefix = tuple(map(view, further))
-        attend_back(self.team, _seen(scoring, starts, tokens), given, sums, d_prefix)
+        attend_back(self.team, _seen(scoring, tokens), given, sums, d_prefix)
         return *made, *further
 
 
-def _seen(scoring: Scoring, starts: Starts | None, tokens: int) -> Seen:
+def _seen(scoring: Scoring, tokens: int) -> Seen:
     """What each token sees: from its window's or its row's first token on, and a prefix."""
     window = tokens if scoring.window is None else scoring.window
     lows = np.maximum(np.arange(1 - window, tokens - window + 1, dtype=np.int32), 0)
-    if starts is not None:
-        lows = np.maximum(lows, starts)
+    if scoring.starts is not None:
+        lows = np.maximum(lows, scoring.starts)
     further: tuple[mx.array, ...] = ()
     if scoring.prefix is not None:
         further = scoring.prefix.keys, scoring.prefix.values
@@ -264,11 +246,8 @@ def prepare(operations: Iterable[Operation]) -> None:
     compile_for(each.cap for each in operations if isinstance(each, Attention))
 
 
-@dataclass(frozen=True)
-class AttentionKernel:
+class AttentionKernel(Kernel):
     """The `Attention` operation: its output, the log-sum-exp of each row, and their backward."""
-
-    tools: Tools
 
     @property
     def blocks(self) -> AttentionBlocks | CompiledBlocks:
@@ -283,7 +262,7 @@ class AttentionKernel:
             q, k, v = (values[name] for name in operation.inputs)
             watch_keys(own, operation.prefix, k, v, self.tools.arrays)
             scoring = Scoring.of(self.tools, run, values, own)
-            out, sums = self.blocks.forward(q, k, v, scoring, starts_of(values))
+            out, sums = self.blocks.forward(q, k, v, scoring)
             self.tools.arrays.settle(out, sums)
             values[operation.outputs[0]] = out
             for name in run.instruction.statistics:
@@ -296,16 +275,8 @@ class AttentionKernel:
         arrays = self.tools.arrays
         scoring = Scoring.of(self.tools, run, values, loras)
         results = (values[output], values[statistic], values[f"~{output}"])
-        dq, dk, dv, *further = self.blocks.backward(q, k, v, *results, scoring, starts_of(values))
+        dq, dk, dv, *further = self.blocks.backward(q, k, v, *results, scoring)
         if further:
             d_keys, d_values = (prefix_rows(part, arrays) for part in further)
             accumulate(gradients, {operation.prefix: (d_keys, d_values)}, arrays)
         return dict(zip(operation.inputs, (dq, dk, dv), strict=True))
-
-
-def starts_of(values: Values) -> Starts | None:
-    """Where each token's row starts; None in a sequence that is one row.
-
-    MLX made the array of NumPy's values, so nothing is waited for.
-    """
-    return np.asarray(values[STARTS]) if STARTS in values else None

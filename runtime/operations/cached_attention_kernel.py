@@ -15,11 +15,9 @@ import numpy.typing as npt
 from runtime.arrays.arrays import Arrays
 from runtime.arrays.values import Loras, Values
 from runtime.operations.attention import CachedAttention
-from runtime.operations.kernel import ForwardKernel, Run
-from runtime.operations.prefix_kernel import Scoring, attended
+from runtime.operations.kernel import Kernel, Run
+from runtime.operations.prefix_kernel import MASKED, Scoring, attended
 from runtime.operations.values import POSITION
-
-MASKED = -1e30  # added to a score, which vanishes in its rounding
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,8 @@ class Ring:
         places = ring_positions(self.slots, position + tokens)
         keys, values = (ring[0, :, None, : len(places)] for ring in (self.keys, self.values))
         rows = q.reshape(groups, heads // groups, tokens, width)
-        mask = _mask(places, position, tokens, scoring.window)
+        masked = hidden(places, np.arange(position, position + tokens)[:, None], scoring.window)
+        mask = mx.array(masked * np.float32(MASKED)) if masked.any() else None
         out, _ = attended(rows, keys, values, mask, scoring, self.arrays)
         return out.reshape(1, heads, tokens, -1)
 
@@ -75,14 +74,6 @@ def _rows(start: int, stop: int) -> tuple[slice, slice, slice]:
     return slice(None), slice(None), slice(start, stop)
 
 
-def _mask(
-    places: npt.NDArray[np.int64], position: int, tokens: int, window: int | None
-) -> mx.array | None:
-    """The mask, added to scores (..., T, S); None if every token sees all keys."""
-    masked = hidden(places, np.arange(position, position + tokens)[:, None], window)
-    return mx.array(masked * np.float32(MASKED)) if masked.any() else None
-
-
 def hidden(
     places: npt.NDArray[np.int64], rows: npt.NDArray[np.int64] | int, window: int | None
 ) -> npt.NDArray[np.bool_]:
@@ -91,7 +82,7 @@ def hidden(
     return masked if window is None else masked | (places <= rows - window)
 
 
-class CachedAttentionKernel(ForwardKernel):
+class CachedAttentionKernel(Kernel):
     """The `CachedAttention` operation; lanes are parts of one sequence, in order."""
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:

@@ -11,17 +11,15 @@ Each of the rows of a sequence is filtered by itself. The filters are frozen. Th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from runtime.arrays.arrays import Arrays
 from runtime.arrays.values import Gradients, Loras, Values
-from runtime.operations.attention_kernel import Starts, starts_of
 from runtime.operations.cached_attention_kernel import put_in_ring
 from runtime.operations.convolution import CachedConvolution, Convolution
-from runtime.operations.kernel import ForwardKernel, Run, Tools
+from runtime.operations.kernel import Kernel, Run, Starts, starts_of
 from runtime.operations.values import POSITION, gradient_of
 
 
@@ -34,12 +32,8 @@ def forward(
     """
     y = mx.zeros(x.shape) if bias is None else mx.zeros(x.shape) + bias
     arrays.settle(y)
-    factors = _factors(w, arrays)
-    for begin, end in _rows(x, starts):
-        for back, factor in enumerate(factors):
-            if back < end - begin:
-                later, earlier = slice(begin + back, end), slice(begin, end - back)
-                arrays.add_product(y, later, x, earlier, factor)
+    for factor, later, earlier in _steps(x.shape[0], w, starts, arrays):
+        arrays.add_product(y, later, x, earlier, factor)
     return y
 
 
@@ -47,33 +41,26 @@ def backward(dy: mx.array, w: mx.array, starts: Starts | None, arrays: Arrays) -
     """dx (T, C), evaluated, from dy (T, C)."""
     dx = mx.zeros(dy.shape)
     arrays.settle(dx)
-    factors = _factors(w, arrays)
-    for begin, end in _rows(dy, starts):
-        for back, factor in enumerate(factors):
-            if back < end - begin:
-                later, earlier = slice(begin + back, end), slice(begin, end - back)
-                arrays.add_product(dx, earlier, dy, later, factor)
+    for factor, later, earlier in _steps(dy.shape[0], w, starts, arrays):
+        arrays.add_product(dx, earlier, dy, later, factor)
     return dx
 
 
-def _factors(w: mx.array, arrays: Arrays) -> list[mx.array]:
-    """The filters' factors (C,): of the token itself, of the one before, and so on."""
+def _steps(
+    tokens: int, w: mx.array, starts: Starts | None, arrays: Arrays
+) -> Iterator[tuple[mx.array, slice, slice]]:
+    """Each factor (C,) with tokens of a row, and those as many places before with which it goes."""
     factors = [mx.contiguous(w[:, at, 0]) for at in reversed(range(w.shape[1]))]
     arrays.settle(factors)
-    return factors
-
-
-def _rows(x: mx.array, starts: Starts | None) -> Iterator[tuple[int, int]]:
-    """The first token of each row, and the one after its last."""
     begins = [0] if starts is None else np.unique(starts).tolist()
-    return zip(begins, [*begins[1:], x.shape[0]], strict=True)
+    for begin, end in zip(begins, [*begins[1:], tokens], strict=True):
+        for back, factor in enumerate(factors):
+            if back < end - begin:
+                yield factor, slice(begin + back, end), slice(begin, end - back)
 
 
-@dataclass(frozen=True)
-class ConvolutionKernel:
+class ConvolutionKernel(Kernel):
     """The `Convolution` operation, and its backward."""
-
-    tools: Tools
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation = run.operation(Convolution)
@@ -97,7 +84,7 @@ class ConvolutionKernel:
         return w, bias[0] if bias else None
 
 
-class CachedConvolutionKernel(ForwardKernel):
+class CachedConvolutionKernel(Kernel):
     """The `CachedConvolution` operation; lanes are parts of one sequence, in order.
 
     The input of the token at position p lies in slot p modulo the number of slots.

@@ -7,13 +7,12 @@ intermediates are small: they stay in the processor's cache, and add hardly anyt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from runtime.arrays.values import Gradients, Loras, Values
 from runtime.operations.elementwise import Elementwise, Placed
-from runtime.operations.kernel import ForwardKernel, Run, Tools
+from runtime.operations.kernel import Kernel, Run
 from runtime.operations.program import Program
 from runtime.operations.values import (
     POSITION,
@@ -25,11 +24,8 @@ from runtime.operations.values import (
 )
 
 
-@dataclass(frozen=True)
-class ElementwiseKernel:
+class ElementwiseKernel(Kernel):
     """Runs the graphs of `Elementwise` operations."""
-
-    tools: Tools
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation = run.operation(Elementwise)
@@ -121,7 +117,7 @@ def _along(program: Program, name: str, tile: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, tile)
 
 
-class PlacedKernel(ForwardKernel):
+class PlacedKernel(Kernel):
     """Runs the graph of a `Placed` operation at the position in the value `POSITION`."""
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:

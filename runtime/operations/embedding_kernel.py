@@ -8,7 +8,6 @@ For the tokens t (T,), with A (V, r), B (r, D) and the gradient dy (T, D) of y:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from runtime.arrays.values import Gradients, Lora, Loras, Values, move_of
 from runtime.core.errors import BundleError
 from runtime.operations.embedding import Embedding, Lookup
-from runtime.operations.kernel import ForwardKernel, Run, Tools
+from runtime.operations.kernel import Kernel, Run
 
 # the values that a block without an input is given, both (T,) integers: tokens, and where in its
 # row of text each of them is
@@ -25,11 +24,8 @@ TOKENS, POSITIONS = "tokens", "positions"
 LOOKED_UP = "looked up"  # the tokens again, for the backward
 
 
-@dataclass(frozen=True)
-class EmbeddingKernel:
+class EmbeddingKernel(Kernel):
     """Looks up the rows of the tokens in the value `TOKENS`, and of their places: (1, T, D)."""
-
-    tools: Tools
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation = run.operation(Embedding)
@@ -69,7 +65,7 @@ class EmbeddingKernel:
         return mx.take(lora.a, mx.array(tokens.astype(np.int32)), axis=0) * lora.scale
 
 
-class LookupKernel(ForwardKernel):
+class LookupKernel(Kernel):
     """Looks up the rows (1, T, C) of the numbers (1, T), which must be those of rows."""
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:

@@ -31,7 +31,7 @@ from runtime.arrays.values import Gradients, Loras, Values
 from runtime.core.errors import BundleError
 from runtime.operations.experts import Experts
 from runtime.operations.gated_kernel import gated_by, gated_vjp_by
-from runtime.operations.kernel import Run, Tools
+from runtime.operations.kernel import Kernel, Run, Tools
 from runtime.operations.values import gradient_of
 
 Indices = npt.NDArray[np.int64]
@@ -88,11 +88,8 @@ class Routes:
         ]
 
 
-@dataclass(frozen=True)
-class ExpertsKernel:
+class ExpertsKernel(Kernel):
     """The `Experts` operation."""
-
-    tools: Tools
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation, arrays = run.operation(Experts), self.tools.arrays

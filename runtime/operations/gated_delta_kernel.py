@@ -22,9 +22,8 @@ import numpy as np
 
 from runtime.arrays.arrays import Arrays
 from runtime.arrays.values import Gradients, Loras, Values
-from runtime.operations.attention_kernel import Starts, starts_of
 from runtime.operations.gated_delta import CHUNK, SEGMENT, CachedGatedDelta, GatedDelta
-from runtime.operations.kernel import ForwardKernel, Run, Tools
+from runtime.operations.kernel import Kernel, Run, Starts, starts_of
 from runtime.operations.values import COUNT, POSITION, gradient_of
 
 Inputs = Sequence[mx.array]
@@ -288,11 +287,8 @@ def _inverse(a: mx.array) -> mx.array:
     return blocks[..., 0, :tokens, :tokens]
 
 
-@dataclass(frozen=True)
-class GatedDeltaKernel:
+class GatedDeltaKernel(Kernel):
     """The `GatedDelta` operation, its states, and their backward."""
-
-    tools: Tools
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation, rule = run.operation(GatedDelta), DeltaRule(self.tools.arrays)
@@ -313,7 +309,7 @@ class GatedDeltaKernel:
         return dict(zip(operation.inputs, slopes, strict=True))
 
 
-class CachedGatedDeltaKernel(ForwardKernel):
+class CachedGatedDeltaKernel(Kernel):
     """The `CachedGatedDelta` operation; lanes are parts of one sequence, in order.
 
     Padding does not change the state.

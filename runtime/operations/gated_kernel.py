@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from runtime.arrays.values import Gradients, Loras, Values
 from runtime.machine.threads import Team
 from runtime.operations.base import Operation
 from runtime.operations.gated import CHUNK_VALUES, Gated
-from runtime.operations.kernel import Run, Tools
+from runtime.operations.kernel import Kernel, Run
 from runtime.operations.values import is_parameter
 
 _GELU = 2 * math.sqrt(2 / math.pi)
@@ -297,11 +296,8 @@ def _chunks(*arrays: Any) -> Iterator[tuple[list[Floats], Floats, Floats]]:
             yield parts, s, t
 
 
-@dataclass(frozen=True)
-class GatedKernel:
+class GatedKernel(Kernel):
     """The `Gated` operation, over any number of tokens."""
-
-    tools: Tools
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation = run.operation(Gated)

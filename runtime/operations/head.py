@@ -42,15 +42,13 @@ class Head(Logits, frozen=True):
         waiting = call.lanes * (2 * h + execution.rounded_bytes(h // F32))
         values = execution.chunk_rows * matrix.columns
         dequantizing = execution.dequantizing_bytes(matrix, values)
-        scoring = scoring_bytes(matrix, execution) + self._slope_bytes(call, execution)
+        scoring = scoring_bytes(matrix, execution)
+        if call.backward and self.cap is not None:  # slopes, by which exponentials are multiplied
+            scoring += logits_bytes(execution)
         waiting += matrix.rows * F32 if self.bias else 0
         if call.backward:
             scoring += execution.rounded_bytes(logits_bytes(execution) // F32)
         return waiting + gradient + max(dequantizing, scoring)
-
-    def _slope_bytes(self, call: Call, execution: Execution) -> int:
-        """The slopes of capped logits, which stay until the exponentials are multiplied by them."""
-        return logits_bytes(execution) if call.backward and self.cap is not None else 0
 
     def _evaluated_bytes(self, h: int, call: Call, execution: Execution) -> int:
         """Where a chunk is one evaluation of all lanes, none of whose arrays is freed before.

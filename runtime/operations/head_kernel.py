@@ -191,11 +191,23 @@ class HeadKernel:
         `moves` say how each lane moves the matrix, `shapings` what becomes of its products; without
         them none does, and they are the logits.
         """
-        arrays = self.matrices.arrays
+        arrays, products = self.matrices.arrays, self.matrices.products
         moves = moves or [None] * len(hs)
         shapings = shapings or [Shaping()] * len(hs)
         lanes = [
-            self._lane(h, of_lane, matrix, predictions, move, shaping)
+            _Lane(
+                self.matrices.input(h),
+                products.rounded(self.matrices.rows(matrix, of_lane, move)),
+                mx.full((len(h), 1), -mx.inf),
+                mx.zeros((len(h), 1)),
+                mx.zeros((len(h),), dtype=mx.int32) if predictions else None,
+                arrays,
+                RowSum(arrays),
+                of_lane,
+                shaping,
+                shaping.through_a(h, arrays),
+                self.backward,
+            )
             for h, of_lane, move, shaping in zip(hs, targets, moves, shapings, strict=True)
         ]
         for start in range(0, matrix.rows, self.chunk_rows):
@@ -205,7 +217,6 @@ class HeadKernel:
                     lanes[lane].add(chunk, start, gradient)
                 del chunk
             arrays.finish([lane.state for lane in lanes])
-        products = self.matrices.products
         results = [lane.result(gradient, products) for lane in lanes]
         arrays.finish([[result.loss, result.dh] for result in results])
         return results
@@ -242,29 +253,3 @@ class HeadKernel:
         for h, lane in zip(hs, lanes, strict=True):  # not h^T: see LoraProducts.backward_a
             arrays.add_to(da, ..., ((lane.total.T @ h) * lora.scale).T)
         arrays.finish(da)
-
-    def _lane(
-        self,
-        h: mx.array,
-        targets: Targets,
-        matrix: Matrix,
-        predictions: bool,
-        move: Move | None,
-        shaping: Shaping,
-    ) -> _Lane:
-        count = h.shape[0]
-        arrays = self.matrices.arrays
-        chosen = self.matrices.products.rounded(self.matrices.rows(matrix, targets, move))
-        return _Lane(
-            self.matrices.input(h),
-            chosen,
-            mx.full((count, 1), -mx.inf),
-            mx.zeros((count, 1)),
-            mx.zeros((count,), dtype=mx.int32) if predictions else None,
-            arrays,
-            RowSum(arrays),
-            targets,
-            shaping,
-            shaping.through_a(h, arrays),
-            self.backward,
-        )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
+import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import DTYPES, Arrays
@@ -16,12 +17,24 @@ from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Block, Matrix
 from runtime.arrays.values import Gradients, Loras, Values, move_of
 from runtime.arrays.weight_source import WeightSource
+from runtime.operations.attention import STARTS
 from runtime.operations.base import Operation
 from runtime.operations.execution import Execution
 from runtime.operations.program import Instruction, Program
 from runtime.operations.values import is_parameter
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
+
+Starts = npt.NDArray[np.int32]
+"""For each token (T,) the position at which its row starts; positions never fall."""
+
+
+def starts_of(values: Values) -> Starts | None:
+    """Where each token's row starts; None in a sequence that is one row.
+
+    MLX made the array of NumPy's values, so nothing is waited for.
+    """
+    return np.asarray(values[STARTS]) if STARTS in values else None
 
 
 class Graphs(Protocol):
@@ -89,25 +102,19 @@ class Run:
         return operation
 
 
-class Kernel(Protocol):
-    """Runs one operation, forward and backward, with evaluated results."""
-
-    def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
-        """Compute the wanted results and the statistics, and add them to every lane's values."""
-
-    def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
-        """The wanted gradients by value name; those of adapters are added to `gradients`."""
-
-
 @dataclass(frozen=True)
-class ForwardKernel(ABC):
-    """The base of kernels of what has no backward: decoding, and looking up by numbers."""
+class Kernel(ABC):
+    """Runs one operation, forward and backward, with evaluated results."""
 
     tools: Tools
 
     @abstractmethod
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
-        """See `Kernel`."""
+        """Compute the wanted results and the statistics, and add them to every lane's values."""
 
     def backward(self, run: Run, values: Values, loras: Loras, gradients: Gradients) -> Values:
+        """The wanted gradients by value name; those of adapters are added to `gradients`.
+
+        Decoding has none, and neither has looking up by numbers.
+        """
         raise AssertionError(f"{run.instruction.operation.label} is not trained")

@@ -124,27 +124,18 @@ def _forward(relative: str, call: Call, execution: Execution) -> int:
     """
     name = call.tensor(relative)
     matrix, rows = execution.tables.matrices[name], execution.tile_rows[name]
-    if name in execution.tile_columns:
-        return _forward_columns(relative, call, execution)
+    inputs = call.tokens * matrix.columns
+    dropped = inputs * (MASK + F32) if relative in call.dropped else 0
+    if name in execution.tile_columns:  # one lane's part of the input at a time
+        width = execution.tile_columns[name]
+        part = call.tokens * width * F32 + execution.rounded_bytes(call.tokens * width)  # copied
+        return max(part + execution.dequantizing_bytes(matrix, matrix.rows * width), dropped)
     if execution.in_place:
-        return 2 * call.tokens * matrix.columns * F32  # the input in order, and for 4 bits again
+        return 2 * inputs * F32  # the input in order, and for 4 bits again
     values = rows * matrix.columns
     multiplied = _part(matrix, rows, call.tokens) + execution.tile_bytes(matrix, values)
     tile = max(execution.dequantizing_bytes(matrix, values), multiplied)
-    inputs = call.tokens * matrix.columns
-    dropped = inputs * (MASK + F32) if relative in call.dropped else 0
     return max(execution.rounded_bytes(call.lanes * inputs) + tile, dropped)
-
-
-def _forward_columns(relative: str, call: Call, execution: Execution) -> int:
-    """The same where a tile is columns of the matrix: one lane's part of the input at a time."""
-    name = call.tensor(relative)
-    matrix, width = execution.tables.matrices[name], execution.tile_columns[name]
-    part = call.tokens * width * F32 + execution.rounded_bytes(call.tokens * width)  # copied
-    tile = execution.dequantizing_bytes(matrix, matrix.rows * width)
-    inputs = call.tokens * matrix.columns
-    dropped = inputs * (MASK + F32) if relative in call.dropped else 0
-    return max(part + tile, dropped)
 
 
 def _backward(relative: str, call: Call, execution: Execution) -> int:

@@ -22,7 +22,7 @@ from runtime.arrays.products import LowRank
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, RowSum
 from runtime.arrays.values import Gradients, Lora, Loras, Move, Values, accumulate, move_of
-from runtime.operations.kernel import Run, Tools
+from runtime.operations.kernel import Kernel, Run
 from runtime.operations.linear import Linear
 
 
@@ -221,11 +221,8 @@ def _plus(y: mx.array, added: LowRank | None) -> mx.array:
     return y if added is None else added.onto(y)
 
 
-@dataclass(frozen=True)
-class LinearKernel:
+class LinearKernel(Kernel):
     """The products of one value with the matrices of a `Linear` operation."""
-
-    tools: Tools
 
     @property
     def products(self) -> LoraProducts:

@@ -21,7 +21,9 @@ import mlx.core as mx
 from runtime.arrays.arrays import Arrays, row_sums
 from runtime.arrays.values import Lora, Loras, Values
 from runtime.operations.attention import Attention
-from runtime.operations.kernel import Run, Tools
+from runtime.operations.kernel import Run, Starts, Tools, starts_of
+
+MASKED = -1e30  # added to a score, which vanishes in its rounding
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Scoring(NamedTuple):
 
     window: how many tokens a query sees, itself the last; None for all. prefix: further keys and
     values, which all queries see. cap: of the scores. sinks: a further score (H,) of each head,
-    which has no value.
+    which has no value. starts: where each token's row starts, in a sequence of packed rows.
     """
 
     scale: float
@@ -83,6 +85,7 @@ class Scoring(NamedTuple):
     prefix: Prefix | None = None
     cap: float | None = None
     sinks: mx.array | None = None
+    starts: Starts | None = None
 
     @classmethod
     def of(cls, tools: Tools, run: Run, values: Values, loras: Loras) -> Scoring:
@@ -93,7 +96,8 @@ class Scoring(NamedTuple):
         sinks = None
         if operation.sinks:
             sinks = tools.argument(run.block, operation.sinks, values, loras)
-        return cls(operation.scale, operation.window, prefix, operation.cap, sinks)
+        how = operation.scale, operation.window, prefix, operation.cap
+        return cls(*how, sinks, starts_of(values))
 
     def scores(self, q: mx.array, k: mx.array, arrays: Arrays) -> mx.array:
         """The scores (K, R, t, n) of queries (K, R, t, D) with keys (K, 1, n, D), evaluated."""

@@ -21,13 +21,13 @@ from runtime.operations.cached_attention_kernel import hidden, ring_positions
 from runtime.operations.elementwise import Elementwise, Placed
 from runtime.operations.gated import Gated
 from runtime.operations.gated_kernel import curve_of, gate_into, parts_of
-from runtime.operations.kernel import ForwardKernel, Kernel, Run, Tools
+from runtime.operations.kernel import Kernel, Run, Tools
 from runtime.operations.linear import Linear
 from runtime.operations.values import POSITION, graph_key, is_parameter
 
 
 @dataclass(frozen=True)
-class RowKernel(ForwardKernel):
+class RowKernel(Kernel):
     """Runs an operation lane by lane."""
 
     def argument(self, run: Run, name: str, values: Any, loras: Loras) -> Any:

@@ -28,7 +28,7 @@ from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, ReadyTile, RowSum
 from runtime.arrays.values import Gradients, Lora, Loras, Values, accumulate
 from runtime.operations.gated_kernel import Curve, curve_of, gated, gated_vjp
-from runtime.operations.kernel import Run, Tools
+from runtime.operations.kernel import Kernel, Run, Tools
 from runtime.operations.linear import Product
 from runtime.operations.linear_kernel import LoraProducts
 from runtime.operations.sliced_mlp import MOST_TOKENS, SlicedMlp, token_parts
@@ -76,11 +76,6 @@ class _Into:
         arrays.settle(y)
         return y
 
-    def backward_adapter(self, dg: mx.array, columns: slice, arrays: Arrays) -> None:
-        """Take in the gradient dg (T, w) of a slice's values."""
-        if self.adapter is not None:
-            self.adapter.backward(dg, _from(self.first, columns), arrays)
-
 
 @dataclass
 class _DownAdapter:
@@ -103,11 +98,8 @@ class _DownAdapter:
         return None if dropout is None else dropout.mask(tokens, width, columns.start)
 
 
-@dataclass(frozen=True)
-class SlicedMlpKernel:
+class SlicedMlpKernel(Kernel):
     """The `SlicedMlp` operation."""
-
-    tools: Tools
 
     def forward(self, run: Run, lanes: list[Values], loras: Sequence[Loras]) -> None:
         operation, mlp = run.operation(SlicedMlp), _Mlp(run, self.tools)
@@ -196,7 +188,8 @@ class SlicedMlpKernel:
             d_products = mlp.gated_vjp(products, down.input_gradient(columns))
             for each in into:
                 d_product, tile = d_products.pop(0), tiles.pop(0)
-                each.backward_adapter(d_product, columns, arrays)
+                if each.adapter is not None:
+                    each.adapter.backward(d_product, _from(each.first, columns), arrays)
                 if wanted:
                     dx.add(matrices.input(d_product), tile)
                 del d_product, tile

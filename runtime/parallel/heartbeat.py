@@ -112,7 +112,8 @@ class Heartbeat:
     def _listen(self) -> None:
         due, lost_at = time.monotonic(), 0.0
         while not self._closed:
-            ready, _, _ = select.select(list(self._peers.values()), [], [], _until(due))
+            left = max(0.0, due - time.monotonic())
+            ready, _, _ = select.select(list(self._peers.values()), [], [], left)
             for peer in [peer for peer, its in self._peers.items() if its in ready]:
                 self._read(peer)
             if time.monotonic() < due:
@@ -147,7 +148,7 @@ class Heartbeat:
         except OSError:  # reset, as when the process was killed
             data = b""
         if not data:
-            self._gone(peer, "its process has ended, or its connection was cut")
+            self._gone(peer)
             return
         self._silent[peer] = 0
         buffer = self._buffers[peer] + data
@@ -163,7 +164,7 @@ class Heartbeat:
                 self._leaves(peer)
         self._buffers[peer] = buffer
 
-    def _gone(self, peer: int, why: str) -> None:
+    def _gone(self, peer: int) -> None:
         """A worker is no longer connected."""
         self._peers.pop(peer).close()
         expected = peer in self._left or self._closed
@@ -171,7 +172,7 @@ class Heartbeat:
         if expected:
             return
         untold = self.loss is None
-        self._lose(Loss(peer, 1, why))
+        self._lose(Loss(peer, 1, "its process has ended, or its connection was cut"))
         if peer == 0:
             self._end(shown=untold)
         elif untold and self._rank == 0:
@@ -221,7 +222,3 @@ class Heartbeat:
             for its in list(self._peers.values()):
                 with suppress(OSError):  # reading from it tells that it is gone
                     its.sendall(head + text)
-
-
-def _until(due: float) -> float:
-    return max(0.0, due - time.monotonic())

@@ -32,8 +32,3 @@ def speaks() -> bool:
 def host_name() -> str:
     """The name of this machine."""
     return socket.gethostname()
-
-
-def way_to_start(count: int, parallel: str, command: str) -> str:
-    """The command that starts so many workers, for a message."""
-    return f"mpirun -n {count} ondevice {command} ... --parallel {parallel}"

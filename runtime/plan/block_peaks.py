@@ -13,6 +13,7 @@ from functools import cached_property
 
 from runtime.arrays.stored import ITEM_BYTES, Block, pages
 from runtime.bundle.manifest import Manifest, block_range
+from runtime.core.remembered import remembered
 from runtime.core.stripes import ARENAS
 from runtime.operations.attention import START_BYTES, STARTS
 from runtime.operations.base import Call, Operation
@@ -76,10 +77,6 @@ class PeakModel:
         self.manifest, self.lowered, self.demand = manifest, lowered, demand
         self.execution = lowered.execution
         self.adapters = AdapterBytes(manifest, lowered, demand)
-        self._forwards: dict[tuple[int, int], int] = {}
-        self._backwards: dict[int, int] = {}
-        self._keeping: dict[tuple[int, int], int] = {}
-        self._kept: dict[tuple[int, int], int] = {}
 
     # Trained weights, and weights in slices.
 
@@ -136,15 +133,11 @@ class PeakModel:
         label = self.lowered.blocks[index].block.label
         return BlockPeak(label, self.forward(index, lanes), self._backward(self._alike(index)))
 
+    @remembered
     def _backward(self, index: int) -> int:
-        if index not in self._backwards:
-            lowered = self.lowered.blocks[index]
-            self._backwards[index] = self._new_backward(lowered) if self.demand.backward else 0
-        return self._backwards[index]
-
-    def _new_backward(self, lowered: LoweredBlock) -> int:
+        lowered = self.lowered.blocks[index]
         program = lowered.program
-        if not lowered.backward:
+        if not (self.demand.backward and lowered.backward):
             return 0
         (last,) = lowered.head.activations if lowered.head else (program.output,)
         alive = {gradient_of(last)}
@@ -158,12 +151,11 @@ class PeakModel:
 
     def forward(self, index: int, lanes: int) -> int:
         """Peak bytes while `lanes` hidden states run through a block together."""
-        index = self._alike(index)
-        if (index, lanes) not in self._forwards:
-            self._forwards[index, lanes] = self._forward(self.lowered.blocks[index], lanes)
-        return self._forwards[index, lanes]
+        return self._forward(self._alike(index), lanes)
 
-    def _forward(self, lowered: LoweredBlock, lanes: int) -> int:
+    @remembered
+    def _forward(self, index: int, lanes: int) -> int:
+        lowered = self.lowered.blocks[index]
         program = lowered.program
         start = {program.input, *self._starts(lowered)} if program.input else set()
         if not program.input:
@@ -201,30 +193,30 @@ class PeakModel:
 
     def kept_bytes(self, index: int, way: int) -> int:
         """Bytes of the forward values that a layer so keeps for its backward, for all rows."""
-        key = self._alike(index), way
-        if key not in self._kept:
-            lowered = self.lowered.blocks[key[0]]
-            call, names = self._plain(lowered), lowered.keeping[way].values
-            sizes = _statistic_bytes(lowered.program, call)
-            kept = (sizes[name] if name in sizes else call.bytes_of(name) for name in names)
-            self._kept[key] = self.demand.rows * sum(kept)
-        return self._kept[key]
+        return self._kept_bytes(self._alike(index), way)
+
+    @remembered
+    def _kept_bytes(self, index: int, way: int) -> int:
+        lowered = self.lowered.blocks[index]
+        call, names = self._plain(lowered), lowered.keeping[way].values
+        sizes = _statistic_bytes(lowered.program, call)
+        kept = (sizes[name] if name in sizes else call.bytes_of(name) for name in names)
+        return self.demand.rows * sum(kept)
 
     def keeping_bytes(self, index: int, way: int) -> int:
         """Peak bytes of a layer whose forward so keeps values that its backward starts from."""
-        key = self._alike(index), way
-        if key in self._keeping:
-            return self._keeping[key]
-        lowered = self.lowered.blocks[key[0]]
+        return self._keeping_bytes(self._alike(index), way)
+
+    @remembered
+    def _keeping_bytes(self, index: int, way: int) -> int:
+        lowered = self.lowered.blocks[index]
         program, keeping = lowered.program, lowered.keeping[way]
         given = {program.input, *self._starts(lowered)}
         peak = self._peak(lowered, keeping.forward, given)
         if keeping.backward:
             alive = given | {gradient_of(program.output), *keeping.values}
-            backward = self._peak(lowered, keeping.backward, alive)
-            peak = max(peak, backward)
-        self._keeping[key] = peak + self._materialized_block(lowered)
-        return self._keeping[key]
+            peak = max(peak, self._peak(lowered, keeping.backward, alive))
+        return peak + self._materialized_block(lowered)
 
     def hole_beside_kept(self, kept: Sequence[int]) -> int:
         """The most unused bytes that an operation leaves if the last layers so keep values."""

@@ -18,6 +18,7 @@ import msgspec
 
 from runtime.bundle.manifest import Manifest
 from runtime.core.errors import BudgetError
+from runtime.core.remembered import remembered
 from runtime.core.units import format_bytes
 from runtime.machine.machine import Machine
 from runtime.plan.allocator import Held, held_by_allocator, with_kept
@@ -53,8 +54,6 @@ MARGIN = 0.95
 # the smallest budget that `ondevice plan` has named.
 READING_BYTES = 200_000
 
-Wish = tuple[Task, Sizes, int]  # a task, sizes, and batch lanes
-
 
 class _Peak(NamedTuple):
     """A predicted peak, and what it consists of besides adapters, gradients and caches."""
@@ -76,9 +75,6 @@ class Planner:
         self.machine = machine
         self._blocks: tuple[tuple[object, ...], tuple[LoweredBlock, ...]] = ((), ())
         self._model: PeakModel | None = None
-        self._peaks: dict[Wish, _Peak] = {}
-        self._known_steps: dict[Wish, list[tuple[int, ...]]] = {}
-        self._known_seconds: dict[Wish, float] = {}
 
     def plan(self, task: Task, budget_bytes: int) -> Plan:
         """The plan that fits and is fastest, or on a GPU, and with `PAPER`, the most generous one.
@@ -134,30 +130,25 @@ class Planner:
         kept = plan.kept, plan.materialized_layers
         return seconds(lowered, task.demand.backward, lanes, *kept)
 
+    @remembered
     def _fewest_seconds(self, task: Task, sizes: Sizes, lanes: int, spends: bool) -> float:
         """The seconds that a row is predicted to take at given sizes, if nothing is recomputed."""
-        key = (task, sizes, lanes)
-        if key not in self._known_seconds:
-            model, layers = self.model(task, sizes), len(self.manifest.layers)
-            backward, loads = task.demand.backward, self._loads_weights(model)
-            kept = [layers] * (model.lowered.most_kept if spends and backward else 0)
-            stay = layers if spends and loads else 0
-            self._known_seconds[key] = seconds(model.lowered, backward, lanes, kept, stay)
-        return self._known_seconds[key]
+        model, layers = self.model(task, sizes), len(self.manifest.layers)
+        backward, loads = task.demand.backward, self._loads_weights(model)
+        kept = [layers] * (model.lowered.most_kept if spends and backward else 0)
+        return seconds(model.lowered, backward, lanes, kept, layers if spends and loads else 0)
 
+    @remembered
     def _peak(self, task: Task, sizes: Sizes, lanes: int) -> _Peak:
         """The predicted peak at given sizes."""
-        key = (task, sizes, lanes)
-        if key not in self._peaks:
-            model = self.model(task, sizes)
-            blocks = tuple(model.block(index, lanes) for index in range(len(model.lowered.blocks)))
-            held = held_by_allocator(self.machine, model, blocks, sizes.cache_bytes)
-            process = self._process_bytes(task, model)
-            nbytes = process + model.adapters.current + model.adapters.gradients
-            nbytes += model.weight_update_bytes + model.lowered.cached_bytes
-            nbytes += held.live_bytes + held.slack_bytes + held.cache_bytes
-            self._peaks[key] = _Peak(nbytes, process, held, blocks)
-        return self._peaks[key]
+        model = self.model(task, sizes)
+        blocks = tuple(model.block(index, lanes) for index in range(len(model.lowered.blocks)))
+        held = held_by_allocator(self.machine, model, blocks, sizes.cache_bytes)
+        process = self._process_bytes(task, model)
+        nbytes = process + model.adapters.current + model.adapters.gradients
+        nbytes += model.weight_update_bytes + model.lowered.cached_bytes
+        nbytes += held.live_bytes + held.slack_bytes + held.cache_bytes
+        return _Peak(nbytes, process, held, blocks)
 
     def predict(
         self,
@@ -410,26 +401,24 @@ class Planner:
                 head = more <= spare
         return self._with(task, sizes, plan, kept, materialized, head)
 
+    @remembered
     def _steps(self, task: Task, sizes: Sizes, lanes: int) -> list[tuple[int, ...]]:
         """How many of the last layers keep how much (see `way_of`), from none to all.
 
         Each step changes one layer to a later way. Those come first that save the most seconds for
         a byte. A later way may take less memory, because it recomputes what an earlier one keeps.
         """
-        key = (task, sizes, lanes)
-        if key not in self._known_steps:
-            model, layers = self.model(task, sizes), len(self.manifest.layers)
-            ways = model.lowered.most_kept if task.demand.backward else 0
-            kept = [0] * ways
-            steps = [tuple(kept)]
-            first = 0
-            for stop in _worth(self._savings(model, ways, lanes)):
-                for count, way in product(range(1, layers + 1), range(first, stop)):
-                    kept[way] = count
-                    steps.append(tuple(kept))
-                first = stop
-            self._known_steps[key] = steps
-        return self._known_steps[key]
+        model, layers = self.model(task, sizes), len(self.manifest.layers)
+        ways = model.lowered.most_kept if task.demand.backward else 0
+        kept = [0] * ways
+        steps = [tuple(kept)]
+        first = 0
+        for stop in _worth(self._savings(model, ways, lanes)):
+            for count, way in product(range(1, layers + 1), range(first, stop)):
+                kept[way] = count
+                steps.append(tuple(kept))
+            first = stop
+        return steps
 
     def _savings(self, model: PeakModel, ways: int, lanes: int) -> list[tuple[float, int]]:
         """The seconds that all layers save by each way to keep values, and the bytes of those."""

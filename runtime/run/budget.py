@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 import msgspec
 
@@ -30,20 +29,7 @@ EVALUATION = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), all_adapters=
 """The demand of an evaluation: the adapters of all blocks, and rows that travel together."""
 
 
-class Wanted(NamedTuple):
-    """A plan's request and the method's demand."""
-
-    request: Request
-    demand: Demand
-    budget_bytes: int
-
-    @property
-    def task(self) -> Task:
-        """All but the budget."""
-        return Task(self.request, self.demand)
-
-
-def training(config: StepConfig, manifest: Manifest, workers: int = 1) -> Wanted:
+def training(config: StepConfig, manifest: Manifest, workers: int = 1) -> Task:
     """The request and demand of this configuration of training, as one of so many workers.
 
     Raises:
@@ -76,12 +62,11 @@ def training(config: StepConfig, manifest: Manifest, workers: int = 1) -> Wanted
         choose_bucket(manifest, config.max_seq_length or manifest.usual_bucket),
         config.batch_size,
         config.grad_accumulation,
-        "whole"
-        if demand.trains_weights
-        else config.plan,  # each tile of weights is read once a step
+        # whole: each tile of weights is read once a step
+        "whole" if demand.trains_weights else config.plan,
         config.prefetch,
     )
-    return Wanted(request, demand, config.budget_bytes)
+    return Task(request, demand)
 
 
 def plan_evaluation(
@@ -96,14 +81,13 @@ def plan_evaluation(
         BudgetError: nothing fits.
         UsageError: rows are longer than the bundle has graphs for.
     """
-    wanted = evaluation(bundle.manifest, budget_bytes, max_seq_length)
-    return make_plan(bundle.manifest, machine_for(bundle, arithmetic), wanted)
+    task = evaluation(bundle.manifest, max_seq_length)
+    return Planner(bundle.manifest, machine_for(bundle, arithmetic)).plan(task, budget_bytes)
 
 
-def evaluation(manifest: Manifest, budget_bytes: int, max_seq_length: int) -> Wanted:
+def evaluation(manifest: Manifest, max_seq_length: int) -> Task:
     """The request and demand of forward passes over rows of `max_seq_length` tokens."""
-    request = Request(choose_bucket(manifest, max_seq_length))
-    return Wanted(request, EVALUATION, budget_bytes)
+    return Task(Request(choose_bucket(manifest, max_seq_length)), EVALUATION)
 
 
 def decoding(at_once: int) -> Demand:
@@ -126,18 +110,8 @@ def plan_decoding(
         BudgetError: nothing fits.
     """
     request = Request(CHUNK_TOKENS, prefetch=False, context=context)  # read again for each token
-    demand = decoding(context if prompt is None else prompt)
-    wanted = Wanted(request, demand, budget_bytes)
-    return make_plan(bundle.manifest, machine_for(bundle, "auto"), wanted)
-
-
-def make_plan(manifest: Manifest, machine: Machine, wanted: Wanted) -> Plan:
-    """The plan for a machine.
-
-    Raises:
-        BudgetError: nothing fits.
-    """
-    return Planner(manifest, machine).plan(wanted.task, wanted.budget_bytes)
+    task = Task(request, decoding(context if prompt is None else prompt))
+    return Planner(bundle.manifest, machine_for(bundle, "auto")).plan(task, budget_bytes)
 
 
 def machine_for(bundle: Bundle, arithmetic: str, compute_dtype: str = "float32") -> Machine:
@@ -190,30 +164,26 @@ def for_values(machine: Machine, manifest: Manifest, asked: str) -> Machine:
     return msgspec.structs.replace(machine, compute_dtype="float32", compute_reason=lacking)
 
 
-def reason_to_replan(
-    plan: Plan, made: Plan, manifest: Manifest, machine: Machine, wanted: Wanted
-) -> str:
+def reason_to_replan(plan: Plan, made: Plan, planner: Planner, task: Task, budget: int) -> str:
     """The reason why a stored plan cannot be executed again; empty if it can.
 
-    It is executed unchanged unless another budget is given, the bundle or the arithmetic has
-    changed, it is not what its own choices come to (`made`, of `Planner.again`), or the process has
-    grown so much that the plan no longer fits.
+    It is executed unchanged unless another budget (in bytes) is given, the bundle or the arithmetic
+    has changed, it is not what its own choices come to (`made`, of `Planner.again`), or the process
+    has grown so much that the plan no longer fits.
 
     Raises:
         BudgetError: the system would not let the process take the budget.
     """
-    check_limit(machine, wanted.budget_bytes, plan.minimum_bytes)
-    if plan.budget_bytes != wanted.budget_bytes:
-        return (
-            f"the budget is {format_bytes(wanted.budget_bytes)}, no longer "
-            f"{format_bytes(plan.budget_bytes)}"
-        )
+    machine = planner.machine
+    check_limit(machine, budget, plan.minimum_bytes)
+    if plan.budget_bytes != budget:
+        return f"the budget is {format_bytes(budget)}, no longer {format_bytes(plan.budget_bytes)}"
     own, now_here = ((each.arithmetic, each.compute_dtype) for each in (plan, machine))
-    if plan.bucket not in manifest.buckets or own != now_here:
+    if plan.bucket not in planner.manifest.buckets or own != now_here:
         return "the bundle or the arithmetic has changed"
     if different := deciding_differences(plan, made):
         return f"its plan has {different[0]}"
-    now = Planner(manifest, machine).peak_of(plan, wanted.task)
+    now = planner.peak_of(plan, task)
     if now > plan.budget_bytes:
         threads = machine.blas.threads
         more = (
@@ -227,20 +197,21 @@ def reason_to_replan(
     return ""
 
 
-def plan_of_first(chosen: Plan, manifest: Manifest, machine: Machine, wanted: Wanted) -> Plan:
+def plan_of_first(chosen: Plan, planner: Planner, task: Task, budget_bytes: int) -> Plan:
     """The plan of rank 0, which all workers execute, for this process on its machine.
 
     Raises:
         BudgetError: it does not fit.
         UsageError: it takes compiled code, which does not run here.
     """
+    machine = planner.machine
     if chosen.compiled and not machine.llvm:
         raise UsageError(
             f"rank 0's plan, which all workers execute, multiplies by compiled code: "
             f"{lacking() or 'this process does not run it'}; mend that, leave this machine out, or "
             "have rank 0 do without: pip uninstall llvmlite"
         )
-    if reason := reason_to_replan(chosen, chosen, manifest, machine, wanted):
+    if reason := reason_to_replan(chosen, chosen, planner, task, budget_bytes):
         raise BudgetError(
             f"rank 0's plan, which all workers execute, does not fit here: {reason}; give a larger "
             "--budget, or leave this machine out"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator as Stream
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,12 +15,7 @@ from runtime.core.errors import UsageError
 from runtime.core.notes import Note, silent, warning
 from runtime.machine.footprint import Meter
 from runtime.run.budget import check_budget
-from runtime.run.generate import (
-    Answer,
-    Generator,
-    Prompts,
-    generation_of,
-)
+from runtime.run.generate import Answer, Generator, Prompts, generation_of
 from runtime.run.lora import to_apply
 from runtime.run.results import Generation
 from runtime.run.session import open_checked
@@ -37,13 +32,13 @@ class Chat:
         self.config, self._note = config, note
         self.messages: list[dict[str, str]] = []
         self.reset()
-        self._meter = Meter(budget_bytes=config.budget_bytes)
+        self.meter = Meter(budget_bytes=config.budget_bytes)
         self._adapter = None if config.adapter is None else Path(config.adapter)
         self._generator: Generator | None = None
 
     def __enter__(self) -> Chat:
         with ExitStack() as stack:
-            stack.enter_context(self._meter)
+            stack.enter_context(self.meter)
             bundle = open_checked(self.config.bundle, self.config.device, self._note)
             self._context = _within(bundle.manifest.config, self.config.context, self._note)
             bundle = to_apply(self._adapter, bundle, self._note)
@@ -97,14 +92,6 @@ class Chat:
         )
         self.plan = self._generator.plan
 
-    def check(self, state: str) -> None:
-        """Raise BudgetError if the footprint has passed the budget."""
-        check_budget(self._meter, self.plan, state)
-
-    def result(self, text: str, pieces: Sequence[str], answer: Answer) -> Generation:
-        """A message with its answer."""
-        return generation_of(text, pieces, answer, self.plan, self._meter)
-
 
 def _within(settings: Mapping[str, Any], context: int, note: Note) -> int:
     """The tokens that a conversation may have: no more than the model was made for."""
@@ -136,7 +123,7 @@ class Turn:
             for piece in self._pieces:
                 self._said.append(piece)
                 yield piece
-                self._chat.check("the conversation ended")
+                check_budget(self._chat.meter, self._chat.plan, "the conversation ended")
         finally:
             text = "".join(self._said)
             self._chat.messages.append({"role": "assistant", "content": text})
@@ -144,4 +131,5 @@ class Turn:
     @property
     def result(self) -> Generation:
         """The message with its answer, as far as it was read."""
-        return self._chat.result(self._text, self._said, self.answer)
+        chat = self._chat
+        return generation_of(self._text, self._said, self.answer, chat.plan, chat.meter)

@@ -31,7 +31,7 @@ class Decoder:
         self.session, self.adapters = session, adapters
         self.tokens: list[int] = []
         self._written = 0  # tokens whose keys have been written, padding among them
-        model = session.decoding(CHUNK_TOKENS)
+        model = session.at(CHUNK_TOKENS)
         self._cache = model.new_cache()
         self._rewinds = all(layer.program.rewinds for layer in model.lowered.layers)
         self._is_whole = True  # whether all layers have seen the same tokens
@@ -98,7 +98,7 @@ class Decoder:
     def _pass(self, tokens: list[int], wanted: bool) -> Floats | None:
         """Run tokens through all blocks; the logits after the last, where they are wanted."""
         bucket = 1 if len(tokens) == 1 else CHUNK_TOKENS
-        model, first = self.session.decoding(bucket), len(self.tokens)
+        model, first = self.session.at(bucket), len(self.tokens)
         chunks = [np.array(tokens[at : at + bucket]) for at in range(0, len(tokens), bucket)]
         counts = list(map(len, chunks))
         positions = [first + at for at in range(0, len(tokens), bucket)]

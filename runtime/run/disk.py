@@ -44,7 +44,7 @@ def places_of(team: Team, folder: Path) -> list[Place]:
 
 def files_of_worker(config: TrainConfig, manifest: Manifest, plan: Plan) -> dict[str, int]:
     """Bytes of the files that every worker writes, by name: those that a step needs."""
-    task = training(config, manifest).task
+    task = training(config, manifest)
     adapter_bytes = F32 * sum(map(math.prod, Adapters.shapes(manifest).values()))
     return scratch_files(manifest, task, plan.stored_values, adapter_bytes)
 
@@ -98,17 +98,13 @@ def check_disk(
         for rank in ranks:
             own = others if rank else files_to_write(config, manifest, plan, folder, done)
             files.update(own)
-        whose = f"'s {counted(len(ranks), 'process', 'processes')} on {host}"
-        _check_space(places[ranks[0]], files, whose if team.size > 1 else "")
-
-
-def _check_space(place: Place, files: dict[str, int], whose: str) -> None:
-    """See `check_disk`; `whose` are the files of the run."""
-    needed, free = sum(files.values()), place.free_bytes
-    if free is not None and needed > free:
+        needed, free = sum(files.values()), places[ranks[0]].free_bytes
+        if free is None or needed <= free:
+            continue
         sizes = [f"{name} {format_bytes(size, up=True)}" for name, size in files.items() if size]
+        whose = f"'s {counted(len(ranks), 'process', 'processes')} on {host}"
         raise StorageError(
-            f"the run{whose} will write {format_bytes(needed, up=True)} to {place.folder}, where "
-            f"{format_bytes(free)} are free: {', '.join(sizes)}; make room, or choose another "
-            "--output"
+            f"the run{whose if team.size > 1 else ''} will write {format_bytes(needed, up=True)} "
+            f"to {places[ranks[0]].folder}, where {format_bytes(free)} are free: "
+            f"{', '.join(sizes)}; make room, or choose another --output"
         )

@@ -13,7 +13,6 @@ import numpy as np
 
 from runtime.config.evaluate import EvalConfig
 from runtime.core.errors import InterruptedRunError
-from runtime.core.notes import warning
 from runtime.core.signals import Stop, cause
 from runtime.data.rows import RandomRows, Rows
 from runtime.data.source import TokenSource, reading_of
@@ -30,6 +29,7 @@ from runtime.objectives.objective import Objective, Scored, grouped, score
 from runtime.parallel.exchange import Exchange
 from runtime.parallel.workers import Workers, shares
 from runtime.plan.plan import Plan
+from runtime.plan.planner import Planner
 from runtime.run.budget import (
     check_budget,
     evaluation,
@@ -249,14 +249,13 @@ def _evaluate(config: EvalConfig, scratch: Path, events: Events, team: Team) -> 
             plan, max_seq_length = msgspec.json.decode(
                 (scratch / PLAN).read_bytes(), type=tuple[Plan, int]
             )
-            wanted = evaluation(manifest, config.budget_bytes, max_seq_length)
-            plan = plan_of_first(plan, manifest, machine_for(bundle, config.arithmetic), wanted)
+            planner = Planner(manifest, machine_for(bundle, config.arithmetic))
+            task = evaluation(manifest, max_seq_length)
+            plan = plan_of_first(plan, planner, task, config.budget_bytes)
         else:
             max_seq_length = config.max_seq_length or source.bucket(bundle, scratch)
             plan = plan_evaluation(bundle, config.budget_bytes, max_seq_length, config.arithmetic)
-        if plan.warning:
-            events.note(warning(plan.warning))
-        events.plan(plan)
+        events.announce(plan)
         rows = source.rows(bundle, scratch, max_seq_length)
         if not team.rank:
             sent = {PLAN: msgspec.json.encode((plan, max_seq_length))}
@@ -290,9 +289,8 @@ def _evaluate(config: EvalConfig, scratch: Path, events: Events, team: Team) -> 
             peak_footprint_bytes=meter.peak_bytes,
             peak_rss_bytes=meter.peak_rss_bytes,
         )
-    if (
-        tally is not None and not team.rank
-    ):  # the tokenizer names the labels once the footprint has been measured
+    if tally is not None and not team.rank:
+        # the tokenizer names the labels once the footprint has been measured
         from runtime.data.text_encoder import load_encoder
 
         labels = tally.summary(load_encoder(bundle.path).show)

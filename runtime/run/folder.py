@@ -31,12 +31,7 @@ from runtime.adapters.mlx_lm import WEIGHTS
 from runtime.config.base import read_values
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, UsageError
-from runtime.core.files import (
-    flush_path,
-    read_file,
-    storage_errors,
-    write_atomic,
-)
+from runtime.core.files import flush_path, read_file, storage_errors, write_atomic
 from runtime.core.paths import text_path
 from runtime.core.version import __version__, of_another_version
 from runtime.data.hub import FOLDER
@@ -64,17 +59,13 @@ INITIAL = "initial"
 STATE_OF_METHOD = "method.bin"
 SAVED = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
 SAVED_WEIGHTS = (STATE_OF_METHOD,)  # where all weights are trained, beside the slots
-CHECKED = (
-    CONFIG,
-    PLAN,
-    EVALUATIONS,
-    OTHER_EVALUATIONS,
-    SPEEDS,
-)  # beside the adapter and the tokens
+CHECKED = (CONFIG, PLAN, EVALUATIONS, OTHER_EVALUATIONS, SPEEDS)  # beside the adapter and tokens
 
 
 class RunFolder:
     """The output directory of one training."""
+
+    is_first = True  # whether it is that of rank 0, which writes the run's files
 
     def __init__(self, path: Path) -> None:
         self.path = text_path(path)  # config.toml holds it
@@ -240,7 +231,7 @@ class RunFolder:
 
         Without `adapters` the weights themselves are trained, and lie in their own file. The latest
         `keep` saves stay, and that of step `best` if it is given. `evaluated` are the evaluations
-        that were made before.
+        that were made before. Workers other than rank 0 only check the adapters.
 
         Raises:
             StorageError: the disk is full, or the run's folder is not where it was; the save before
@@ -249,6 +240,8 @@ class RunFolder:
         if adapters is not None:
             method.settle()
             adapters.check_finite()
+        if not self.is_first:
+            return
         self.lock.check_there()
         place = self.saves.place(step)
         if not place.exists():  # else it holds this state already
@@ -403,19 +396,7 @@ class RunFolder:
 class WorkerFolder(RunFolder):
     """The folder of a worker other than rank 0: scratch files and logs, and no saves of its own."""
 
-    def save(
-        self,
-        step: int,
-        adapters: Adapters | None,
-        method: Method,
-        keep: int = 1,
-        best: int | None = None,
-        evaluated: tuple[str, ...] = (),
-    ) -> None:
-        """Check the adapters as rank 0 does, which saves them."""
-        if adapters is not None:
-            method.settle()
-            adapters.check_finite()
+    is_first = False
 
     def publish(self, step: int) -> None:
         """Nothing: rank 0 does it."""

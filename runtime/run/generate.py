@@ -248,7 +248,17 @@ class Prompts:
 
 
 class Generating:
-    """The continuation of one prompt under a budget: an iterator over its text, and its result."""
+    """The continuation of a prompt, piece by piece, up to an end token or `max_tokens`.
+
+    It is an iterator over the text, and then has the result. With `config.chat` the prompt is a
+    user's message, and the continuation the answer, by the chat template of the bundle. `note`
+    receives lines for people.
+
+    Raises, while it is read:
+        BudgetError: the budget is too small, or was passed.
+        DataError, UsageError: as `Prompts.write`; or the prompt is longer than the model's
+            longest sequence.
+    """
 
     def __init__(self, config: GenerateConfig, note: Note = silent) -> None:
         self.config = config
@@ -326,20 +336,6 @@ def _within(settings: Mapping[str, Any], prompt: int, max_tokens: int, note: Not
             )
         )
     return min(limit, prompt + max_tokens)
-
-
-def generate(config: GenerateConfig, note: Note = silent) -> Generating:
-    """The continuation of a prompt, piece by piece, up to an end token or `max_tokens`.
-
-    With `config.chat` the prompt is a user's message, and the continuation the answer, by the chat
-    template of the bundle. `note` receives lines for people.
-
-    Raises, while it is read:
-        BudgetError: the budget is too small, or was passed.
-        DataError, UsageError: as `Prompts.write`; or the prompt is longer than the model's
-            longest sequence.
-    """
-    return Generating(config, note)
 
 
 def _begins(ending: str, text: str) -> bool:

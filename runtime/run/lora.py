@@ -239,14 +239,11 @@ def _check_adapter(
         if now != before:
             flag, setting = FLAGS[name], getattr(adapter, name)
             shown = setting if isinstance(setting, str | int | float) else ",".join(setting)
+            given = getattr(config, name if name == "rslora" else f"lora_{name}")
             raise UsageError(
-                f"{flag} {getattr(config, _option(name))}: the adapter in {config.adapter} has "
+                f"{flag} {given}: the adapter in {config.adapter} has "
                 f"{flag} {shown}; leave {flag} out, or start with a new adapter (without --adapter)"
             )
-
-
-def _option(name: str) -> str:
-    return name if name == "rslora" else f"lora_{name}"
 
 
 def _effective(lora: LoraSettings, name: str, manifest: Manifest) -> object:

@@ -10,7 +10,6 @@ import msgspec
 
 from runtime.bundle.store import Bundle
 from runtime.config.train import TrainConfig
-from runtime.core.notes import warning
 from runtime.data.run_rows import RunRows
 from runtime.data.samples import Samples
 from runtime.machine.footprint import Meter
@@ -18,13 +17,8 @@ from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method, Start, started
 from runtime.plan.plan import Plan
-from runtime.run.budget import (
-    training_machine,
-)
-from runtime.run.folder import (
-    STATE_OF_METHOD,
-    RunFolder,
-)
+from runtime.run.budget import training_machine
+from runtime.run.folder import STATE_OF_METHOD, RunFolder
 from runtime.run.results import Evaluation, Events
 from runtime.run.session import Session
 from runtime.run.team import Team
@@ -151,9 +145,3 @@ def machine_of_run(config: TrainConfig, bundle: Bundle) -> Machine:
     if config.machine is None:
         return machine
     return msgspec.structs.replace(machine, heap=read_machine(Path(config.machine)).heap)
-
-
-def announce(chosen: Plan, events: Events) -> None:
-    if chosen.warning:
-        events.note(warning(chosen.warning))
-    events.plan(chosen)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.config.parallel import JOIN, Grid, grid_of, shared_folder
 from runtime.core.errors import OnDeviceError, UsageError, WorkerError
-from runtime.parallel.launch import host_name, launched, way_to_start
+from runtime.parallel.launch import host_name, launched
 from runtime.parallel.watch import in_time, leave_launcher
 from runtime.parallel.workers import Workers
 from runtime.run.team import Team, code_of, versions
@@ -111,7 +111,8 @@ def _wrong_number(grid: Grid, started: int, command: str) -> str:
     processes = "1 process is" if started == 1 else f"{started} processes are"
     return (
         f"--parallel {wanted} is for {grid.data} x {grid.perturb} = {grid.size} processes, and "
-        f"{processes} there; start them with: {way_to_start(grid.size, wanted, command)}"
+        f"{processes} there; start them with: mpirun -n {grid.size} ondevice {command} ... "
+        f"--parallel {wanted}"
     )
 
 

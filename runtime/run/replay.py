@@ -5,6 +5,7 @@ The result is an adapter, or where all parameters were trained, a whole bundle.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -79,30 +80,70 @@ def replay(
     header, updates = read_log(run / TRAJECTORY)
     config = load(TrainConfig, run / CONFIG, {})
     opened = open_verified(bundle or config.bundle)
-    if FullWeights.wrote(header.more):
-        return _replay_weights(folder, config, header, updates, opened, output)
-    opened = opened.with_lora(header.settings or opened.manifest.lora)
+    of_weights = header.more.keys() >= {*FullWeights.log_fields}
+    if of_weights:
+        check_belongs(header, opened.manifest)
+    else:
+        opened = opened.with_lora(header.settings or opened.manifest.lora)
     use_device(choose_device(config.device, opened.manifest))
-    start = _initial(folder, config, header, opened.manifest, initial)
     best, saved = _best(folder, config, len(updates)), folder.saves.latest()
     saved_steps = None if saved is None else folder.saves.step_of(saved)
+    reason, last = None, len(updates) if best is None else best
+    if of_weights:
+        own = None
+        with folder.lock.held_to_read() as still:
+            if saved is not None and saved_steps == last:
+                folder.check_save(saved)
+                own, reason = _own_weights(folder, config, opened, last, still)
+            identical = write_trained(opened, header, updates[:last], output, own)
+    else:
+        start = _initial(folder, config, header, opened.manifest, initial)
+        # the log of a killed run is longer than its last save
+        known = dict.fromkeys(steps for steps in (best, saved_steps) if steps is not None)
+        identical = _compared(folder, header, updates, start, known)
+        _write(rebuild(header, updates[:last], start), output)
+    others = ""
+    if saved is not None:  # a replay multiplies nothing by weights
+        others = folder.saves.read(saved).other_arithmetic(arithmetic(), but=OF_PRODUCTS)
+    return Replayed(
+        other_arithmetic=others,
+        steps=len(updates),
+        skipped_steps=updates.count(None),
+        log_bytes=(run / TRAJECTORY).stat().st_size,
+        output=str(output),
+        saved_steps=saved_steps,
+        best_step=best,
+        identical=identical,
+        not_compared=reason,
+    )
+
+
+def _compared(
+    folder: RunFolder,
+    header: Header,
+    updates: list[Update | None],
+    start: Adapters,
+    known: Iterable[int],
+) -> bool | None:
+    """Whether the adapters after some steps are those that were saved; None where none were."""
     identical = None
-    # the log of a killed run is longer than its last save
-    for steps in dict.fromkeys(steps for steps in (best, saved_steps) if steps is not None):
+    for steps in known:
         place = folder.saves.place(steps)
         folder.check_save(place)
-        own = Adapters.load(opened.manifest, place)
+        own = Adapters.load(start.manifest, place)
         same = own.digest() == rebuild(header, updates[:steps], start).digest()
         identical = same and identical is not False
-    rebuilt = rebuild(header, updates[: len(updates) if best is None else best], start)
-    rebuilt.check_finite()
+    return identical
+
+
+def _write(adapters: Adapters, output: Path) -> None:
+    adapters.check_finite()
     try:
         with storage_errors(output):
             output.mkdir(parents=True, exist_ok=True)
-        rebuilt.save(output)
+        adapters.save(output)
     except StorageError as problem:
         raise StorageError(f"{problem}; --output DIR writes elsewhere") from None
-    return _replayed(folder, updates, output, saved_steps, best, identical)
 
 
 def _initial(
@@ -114,55 +155,6 @@ def _initial(
     if path is None:
         return Adapters.initial(manifest, header.seed)
     return Adapters.load(manifest, Path(path))
-
-
-def _replayed(
-    folder: RunFolder,
-    updates: list[Update | None],
-    output: Path,
-    saved_steps: int | None,
-    best_step: int | None,
-    identical: bool | None,
-    not_compared: str | None = None,
-) -> Replayed:
-    saved = folder.saves.latest()
-    others = ""
-    if saved is not None:  # a replay multiplies nothing by weights
-        others = folder.saves.read(saved).other_arithmetic(arithmetic(), but=OF_PRODUCTS)
-    return Replayed(
-        other_arithmetic=others,
-        steps=len(updates),
-        skipped_steps=updates.count(None),
-        log_bytes=(folder.path / TRAJECTORY).stat().st_size,
-        output=str(output),
-        saved_steps=saved_steps,
-        best_step=best_step,
-        identical=identical,
-        not_compared=not_compared,
-    )
-
-
-def _replay_weights(
-    folder: RunFolder,
-    config: TrainConfig,
-    header: Header,
-    updates: list[Update | None],
-    bundle: Bundle,
-    output: Path,
-) -> Replayed:
-    """Write the bundle of a run that trained all weights, from the run's bundle and its log."""
-    check_belongs(header, bundle.manifest)
-    saved, best = folder.saves.latest(), _best(folder, config, len(updates))
-    step = None if saved is None else folder.saves.step_of(saved)
-    steps = len(updates) if best is None else best
-    use_device(choose_device(config.device, bundle.manifest))
-    own, reason = None, None
-    with folder.lock.held_to_read() as still:
-        if saved is not None and step == steps:
-            folder.check_save(saved)
-            own, reason = _own_weights(folder, config, bundle, steps, still)
-        identical = write_trained(bundle, header, updates[:steps], output, own)
-    return _replayed(folder, updates, output, step, best, identical, reason)
 
 
 def _own_weights(

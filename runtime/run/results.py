@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from runtime.core.errors import BundleError
+from runtime.core.notes import warning
 from runtime.data.packing import PackingReport
 from runtime.data.report import DataReport
 from runtime.plan.plan import Plan
@@ -286,3 +287,9 @@ class Events:
     evaluation: Callable[[str, int, int], None] = lambda name, done, total: None
     evaluated: Callable[[str, Evaluation], None] = lambda when, evaluation: None
     lengths: bool = True
+
+    def announce(self, plan: Plan) -> None:
+        """Tell of the plan, and first of the limit under which the system may end the run."""
+        if plan.warning:
+            self.note(warning(plan.warning))
+        self.plan(plan)

@@ -20,16 +20,12 @@ from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine
 from runtime.plan.plan import Plan
 from runtime.plan.planner import Planner
-from runtime.run.budget import (
-    make_plan,
-    reason_to_replan,
-    training,
-)
+from runtime.run.budget import reason_to_replan, training
 from runtime.run.disk import check_disk
 from runtime.run.ending import ENDS, FURTHER
 from runtime.run.folder import PLAN, RunFolder
 from runtime.run.lora import to_resume
-from runtime.run.opened import Opened, Progress, announce, machine_of_run, progress_of, weights_of
+from runtime.run.opened import Opened, Progress, machine_of_run, progress_of, weights_of
 from runtime.run.processes import team_of
 from runtime.run.results import Events, TrainResult
 from runtime.run.schedule import learning_rate, settled
@@ -111,12 +107,16 @@ def _continue(
     bundle = open_checked(config.bundle, config.device, events.note, team.size)
     config, bundle = to_resume(config, bundle)
     chosen = _plan_again(config, bundle, folder, events, team.size)
-    announce(chosen, events)
+    events.announce(chosen)
     rows = open_run_rows(config, bundle, folder.path)
     folder.check_tokens()
     samples = Samples.of(config, bundle.manifest, rows.train)
     config = settled(config, samples, silent if config.steps == before.steps else events.note)
-    _check_steps(config, folder, progress.done)
+    if config.all_steps < progress.done:
+        raise UsageError(
+            f"--steps {config.steps} < {progress.done}, the steps that {folder.path} has done; "
+            "give more"
+        )
     check_disk(config, bundle.manifest, chosen, folder, team, progress.done)
     team.share(files_of(config, folder, chosen, state))
     bundle = team.joined(bundle)
@@ -126,7 +126,8 @@ def _continue(
             f"the weights of {behind} of {len(bundle.manifest.blocks)} blocks are damaged or gone: "
             f"the first step rebuilds them from the bundle and the log of {progress.done} steps"
         )
-    if state is None and _has_lines(folder.metrics.path):
+    metrics = folder.metrics.path
+    if state is None and metrics.exists() and metrics.stat().st_size:
         events.note(f"{folder.path} has no save: it is trained from its beginning")
     session = open_session(bundle, chosen, weights, events.note)
     if state is not None and (others := state.other_arithmetic(arithmetic())):
@@ -173,31 +174,19 @@ def _say_rates(before: TrainConfig, config: TrainConfig, done: int, events: Even
         )
 
 
-def _check_steps(config: TrainConfig, folder: RunFolder, done: int) -> None:
-    """Refuse fewer steps than are done.
-
-    Raises:
-        UsageError: the save has more.
-    """
-    if config.all_steps < done:
-        raise UsageError(
-            f"--steps {config.steps} < {done}, the steps that {folder.path} has done; give more"
-        )
-
-
 def _plan_again(
     config: TrainConfig, bundle: Bundle, folder: RunFolder, events: Events, workers: int
 ) -> Plan:
     """The plan that the run was started with, or a new one where it cannot be executed again."""
     stored, manifest = folder.plan(), bundle.manifest
     machine = machine_of_run(config, bundle)
-    wanted = training(config, manifest, workers)
-    made = Planner(manifest, machine).again(stored, wanted.task)
-    reason = reason_to_replan(stored, made, manifest, machine, wanted)
+    task, planner = training(config, manifest, workers), Planner(manifest, machine)
+    made = planner.again(stored, task)
+    reason = reason_to_replan(stored, made, planner, task, config.budget_bytes)
     if not reason:
         _say_facts(stored, made, machine, events)
         return made
-    chosen = make_plan(manifest, machine, wanted)
+    chosen = planner.plan(task, config.budget_bytes)
     rounds, before = (
         (plan.sizes, plan.bucket, plan.kept_products)  # MLPs there are not sliced
         for plan in (chosen, stored)
@@ -226,7 +215,3 @@ def _say_facts(before: Plan, now: Plan, machine: Machine, events: Events) -> Non
             f"the smallest budget that fits is {format_bytes(now.minimum_bytes, up=True)} here, "
             f"not {format_bytes(before.minimum_bytes, up=True)}"
         )
-
-
-def _has_lines(path: Path) -> bool:
-    return path.exists() and path.stat().st_size > 0

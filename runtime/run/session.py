@@ -24,7 +24,7 @@ from runtime.machine.machine_code import why_not_kept
 from runtime.machine.openblas import blas_threads, share_cores
 from runtime.operations.attention_kernel import prepare as prepare_attention
 from runtime.operations.gated_kernel import prepare as prepare_gates
-from runtime.plan.lower import LoweredModel, lower
+from runtime.plan.lower import lower
 from runtime.plan.plan import Plan, choose_bucket
 from runtime.run.traced_graphs import with_graphs
 from runtime.storage.weights import Weights
@@ -46,14 +46,23 @@ class Session:
 
     def model(self, tokens: int) -> Model:
         """The model of the smallest sequence bucket for `tokens` tokens, at most the plan's."""
-        return self._at(choose_bucket(self.bundle.manifest, tokens))
+        return self.at(choose_bucket(self.bundle.manifest, tokens))
 
-    def _at(self, bucket: int) -> Model:
+    def at(self, bucket: int) -> Model:
+        """The model of a sequence bucket.
+
+        Under a plan with a context it decodes so many tokens at once, one of `DECODED_TOKENS`.
+        """
+        plan = self.plan
         if bucket not in self._models:
+            lowered = lower(
+                *(self.bundle.manifest, bucket, plan.sizes, plan.arithmetic == "packed"),
+                *(plan.context, plan.compute_dtype, plan.compiled),
+            )
             self._models[bucket] = Model(
                 self.bundle,
                 self.weights,
-                self._lower(bucket),
+                lowered,
                 self.graphs,
                 self.profile,
                 self._materialized,
@@ -62,22 +71,6 @@ class Session:
             )
         return self._models[bucket]
 
-    def _lower(self, bucket: int) -> LoweredModel:
-        plan = self.plan
-        packed = plan.arithmetic == "packed"
-        return lower(
-            *(self.bundle.manifest, bucket, plan.sizes, packed, plan.context),
-            plan.compute_dtype,
-            plan.compiled,
-        )
-
-    def decoding(self, tokens: int) -> Model:
-        """The model that decodes so many tokens at once, one of `DECODED_TOKENS`.
-
-        It takes a plan with a context.
-        """
-        return self._at(tokens)
-
     def materialize(self) -> None:
         """Load the weights that the plan keeps in memory: of layers, and the head's matrix."""
         manifest, plan = self.bundle.manifest, self.plan
@@ -85,7 +78,7 @@ class Session:
         chosen = [matrix for block in layers for matrix in manifest.matrices_of(block)]
         if plan.materialized_head and plan.context:
             chosen += manifest.matrices_of(head)
-        model = self._at(plan.bucket)
+        model = self.at(plan.bucket)
         model.matrices.materialize(chosen)
         if plan.materialized_head and not plan.context:
             model.exact_matrices.materialize(manifest.matrices_of(head), plan.chunk_rows)

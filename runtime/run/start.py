@@ -20,16 +20,12 @@ from runtime.machine.compute_dtype import choose
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine, read_machine
 from runtime.plan.plan import Plan
-from runtime.run.budget import (
-    for_values,
-    make_plan,
-    training,
-    training_machine,
-)
+from runtime.plan.planner import Planner
+from runtime.run.budget import for_values, training, training_machine
 from runtime.run.disk import check_disk
 from runtime.run.folder import RunFolder
 from runtime.run.lora import to_train
-from runtime.run.opened import Opened, Progress, announce, machine_of_run, weights_of
+from runtime.run.opened import Opened, Progress, machine_of_run, weights_of
 from runtime.run.processes import team_of
 from runtime.run.results import Events, TrainResult
 from runtime.run.schedule import settled
@@ -74,25 +70,21 @@ def _plan(
     machine = for_values(machine, bundle.manifest, config.compute_dtype)
     if config.compute_dtype == "auto":
         note(f"products in {machine.compute_dtype}: {machine.compute_reason}")
-    return make_plan(bundle.manifest, machine, training(config, bundle.manifest, workers))
+    task = training(config, bundle.manifest, workers)
+    return Planner(bundle.manifest, machine).plan(task, config.budget_bytes)
 
 
 def show_plan(config: PlanConfig, note: Note) -> Plan:
     """The plan that `ondevice plan` shows: as `plan_training`, for a bundle yet to be opened."""
     import subprocess  # noqa: F401 - in another process `train` reads its rows
 
-    machine = machine_of(config.machine)
+    machine = None if config.machine is None else read_machine(Path(config.machine))
     with Meter():  # as in `train`: the plan counts the memory of loaded libraries
         bundle = with_graphs(open_bundle(config.bundle), config.device, note)
         plan = plan_training(config, bundle, machine, note)
     if plan.warning:
         note(warning(plan.warning))
     return plan
-
-
-def machine_of(path: str | None) -> Machine | None:
-    """The machine that a file describes; None without one."""
-    return None if path is None else read_machine(Path(path))
 
 
 def train(config: TrainConfig, events: Events) -> TrainResult:
@@ -173,7 +165,7 @@ def _begin(
         events.note(warning(bundle.manifest.quality.warning()))
     for text in bundle.manifest.warnings:
         events.note(warning(text))
-    announce(chosen, events)
+    events.announce(chosen)
     return Trainer(opened, adapters, running, Progress()).run()
 
 

@@ -147,12 +147,7 @@ class Trainer:
             self._write_save()
         save = self.folder.saves.latest()
         step = 0 if save is None else self.folder.saves.step_of(save)
-        again = (
-            f"its state after step {step} is saved; go on with: ondevice train --resume "
-            f"{self.folder.path}"
-            if save is not None
-            else "nothing was saved yet; start again"
-        )
+        again = "nothing was saved yet; start again" if save is None else self._saved_after(step)
         if problem.differs and self.config.trains_all:
             again += f", after removing {SLOTS} there: then the weights are rebuilt from the log"
         return WorkerError(f"{problem}; {again}", problem.exit_code)
@@ -190,12 +185,13 @@ class Trainer:
     @property
     def _saved(self) -> str:
         """The end of a message about a run that has just been saved."""
-        path = self.folder.path
         if self.team.rank:
             return f"after step {self.done}"  # rank 0 saves, and says so
-        return (
-            f"its state after step {self.done} is saved; go on with: ondevice train --resume {path}"
-        )
+        return self._saved_after(self.done)
+
+    def _saved_after(self, step: int) -> str:
+        path = self.folder.path
+        return f"its state after step {step} is saved; go on with: ondevice train --resume {path}"
 
     @property
     def ended(self) -> str:
@@ -346,12 +342,6 @@ class Trainer:
                 known[when] = self._measured(rows, 0, name)
                 self.folder.write_json(OTHER_EVALUATIONS, self.others)
 
-    @property
-    def _trainable_parameters(self) -> int:
-        if self.config.trains_all:
-            return self.session.bundle.manifest.parameters
-        return self.adapters.size
-
     def _finish(self) -> TrainResult:
         self.method.settle()
         whole = f"the adapters in {self.folder.path} are whole, their summary cannot be"
@@ -392,7 +382,11 @@ class Trainer:
             tokens_per_s=_per_second(sum(step.tokens for step in steps), seconds),
             scored_tokens_per_s=_per_second(sum(step.scored_tokens for step in steps), seconds),
             final_train_loss=final_loss(losses),
-            trainable_parameters=self._trainable_parameters,
+            trainable_parameters=(
+                self.session.bundle.manifest.parameters
+                if self.config.trains_all
+                else self.adapters.size
+            ),
             trained=self.config.trainable,
             lora=self.adapters.manifest.lora.to_json(),
             evaluations=self.evaluations,

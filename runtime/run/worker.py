@@ -17,6 +17,7 @@ from runtime.data.run_rows import MIX, TOKENS, open_run_rows
 from runtime.data.samples import Samples
 from runtime.machine.footprint import Meter
 from runtime.plan.plan import Plan
+from runtime.plan.planner import Planner
 from runtime.run.budget import plan_of_first, training
 from runtime.run.disk import places_of
 from runtime.run.folder import (
@@ -79,9 +80,9 @@ def worker(path: Path, own: Mapping[str, Any], team: Team) -> Iterator[Trainer]:
             samples = Samples.of(config, bundle.manifest, rows.train)
             chosen = plan_of_first(
                 read_plan(path / PLAN, "give all machines that version"),
-                bundle.manifest,
-                machine_of_run(config, bundle),
+                Planner(bundle.manifest, machine_of_run(config, bundle)),
                 training(config, bundle.manifest, team.size),
+                config.budget_bytes,
             )
             weights = weights_of(config, bundle, chosen, folder, progress.done)
             session = open_session(bundle, chosen, weights)

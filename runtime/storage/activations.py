@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from runtime.storage.scratch import drop_pages, map_scratch
 
@@ -37,33 +41,29 @@ class Activations:
         self._stride = -(-self._values * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
         self._map = map_scratch(folder, name, self._stride * slots * rows)
 
-    def _offset(self, slot: int, row: int) -> int:
-        return (slot * self.rows + row) * self._stride
+    @contextmanager
+    def _view(self, slot: int, row: int) -> Iterator[npt.NDArray[Any]]:
+        """The words of what is stored there; their pages are dropped at the end."""
+        offset = (slot * self.rows + row) * self._stride
+        shape, dtype = self._stored[slot, row]
+        word = np.uint16 if dtype == mx.bfloat16 else np.float32  # NumPy has no bfloat16
+        yield np.frombuffer(self._map, word, math.prod(shape), offset).reshape(shape)
+        drop_pages(self._map, offset, self._stride)
 
     def put(self, slot: int, row: int, value: mx.array) -> None:
         """Store an evaluated (1, T, D) array."""
-        offset = self._offset(slot, row)
         if value.size > self._values:
             raise ValueError(f"{value.shape} does not fit a slot of {self._values} values")
         self._stored[slot, row] = value.shape, value.dtype
-        short = value.dtype == mx.bfloat16  # which NumPy does not have
-        view = np.frombuffer(self._map, np.uint16 if short else np.float32, value.size, offset)
-        words = value.view(mx.uint16) if short else value
-        view[:] = np.array(words, copy=False).reshape(-1)
-        drop_pages(self._map, offset, self._stride)
+        words = value.view(mx.uint16) if value.dtype == mx.bfloat16 else value
+        with self._view(slot, row) as view:
+            view[:] = np.array(words, copy=False)
 
     def get(self, slot: int, row: int) -> mx.array:
         """The array last stored there."""
-        offset = self._offset(slot, row)
-        shape, dtype = self._stored[slot, row]
-        short = dtype == mx.bfloat16
-        view = np.frombuffer(
-            self._map, np.uint16 if short else np.float32, math.prod(shape), offset
-        )
-        value = mx.array(view).reshape(shape)
-        value = value.view(dtype) if short else value
-        drop_pages(self._map, offset, self._stride)
-        return value
+        with self._view(slot, row) as view:
+            value, dtype = mx.array(view), self._stored[slot, row][1]
+        return value.view(dtype) if dtype == mx.bfloat16 else value
 
 
 class RowValues:

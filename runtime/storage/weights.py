@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.packed_rows import Stored
+from runtime.arrays.compiled_dequantize import Stored
 from runtime.arrays.stored import Block, Extent, Matrix
 from runtime.arrays.weight_source import FloatTile, QuantizedTile, Tile
 from runtime.bundle.manifest import block_range, dense_range
@@ -35,12 +35,6 @@ if TYPE_CHECKING:
 NUMPY = {"uint32": np.uint32, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
-def _copied(values: npt.NDArray[np.generic], dtype: str) -> mx.array:
-    """A copy in the stored type; NumPy holds bfloat16 as uint16."""
-    array = mx.array(values)
-    return array.view(mx.bfloat16) if dtype == "bfloat16" else array
-
-
 def _float32(values: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.float32]:
     """A copy as float32."""
     if dtype == "bfloat16":
@@ -48,13 +42,15 @@ def _float32(values: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.floa
     return values.astype(np.float32)
 
 
-def _quantized(matrix: Matrix, part: Callable[[Extent], npt.NDArray[np.generic]]) -> QuantizedTile:
-    """A tile of a quantized matrix: of each of its tensors the `part`, which is copied.
+def _tile(matrix: Matrix, part: Callable[[Extent], npt.NDArray[np.generic]]) -> Tile:
+    """A tile of a matrix: of each of its tensors the `part`, which is copied.
 
     NumPy computes the shifts here and now: MLX would have another thread do so.
     """
     packed, scales, biases = matrix.packed, matrix.scales, matrix.biases
-    assert scales is not None
+    if scales is None:
+        values = mx.array(part(packed))  # NumPy holds bfloat16 as uint16
+        return FloatTile(values.view(mx.bfloat16) if packed.dtype == "bfloat16" else values)
     words, scale = mx.array(part(packed)), _float32(part(scales), scales.dtype)
     if biases is None:
         return QuantizedTile(words, mx.array(scale), None)
@@ -136,8 +132,7 @@ class Weights:
         try:
             yield tuple(self._view(extent, start, stop) for extent in matrix.extents)
         finally:
-            row = matrix.packed.nbytes // matrix.rows
-            self._drop(matrix.packed.offset + start * row, matrix.packed.offset + stop * row)
+            self._drop_rows(matrix, start, stop)
 
     def vector(self, name: str) -> mx.array:
         """A norm weight, bias or filter, float32."""
@@ -161,17 +156,8 @@ class Weights:
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> Tile:
         """Rows start:stop of a matrix, copied out of the map."""
-
-        def part(extent: Extent) -> npt.NDArray[np.generic]:
-            return self._view(extent, start, stop)
-
-        packed = matrix.packed
-        if matrix.scales is None:
-            tile: Tile = FloatTile(_copied(part(packed), packed.dtype))
-        else:
-            tile = _quantized(matrix, part)
-        row = packed.nbytes // matrix.rows
-        self._drop(packed.offset + start * row, packed.offset + stop * row)
+        tile = _tile(matrix, lambda extent: self._view(extent, start, stop))
+        self._drop_rows(matrix, start, stop)
         return tile
 
     def columns(self, matrix: Matrix, start: int, stop: int) -> Tile:
@@ -182,19 +168,11 @@ class Weights:
             # contiguous: MLX would copy all that lies between the columns
             return np.ascontiguousarray(columns)
 
-        if matrix.scales is None:
-            return FloatTile(_copied(part(matrix.packed), matrix.packed.dtype))
-        return _quantized(matrix, part)
+        return _tile(matrix, part)
 
     def gather(self, matrix: Matrix, rows: npt.NDArray[np.int64]) -> Tile:
         """Chosen rows of a matrix, in the given order (an embedding lookup)."""
-
-        def part(extent: Extent) -> npt.NDArray[np.generic]:
-            return self._chosen(extent, rows)
-
-        if matrix.scales is None:
-            return FloatTile(_copied(part(matrix.packed), matrix.packed.dtype))
-        return _quantized(matrix, part)
+        return _tile(matrix, lambda extent: self._chosen(extent, rows))
 
     def read_ahead(self, block: Block) -> None:
         """Begin to bring a block into the system's file cache; nothing without `prefetch`.
@@ -214,6 +192,10 @@ class Weights:
         if self.assembly is not None:
             self.assembly.release()
         self._drop(*self._ranges[block])
+
+    def _drop_rows(self, matrix: Matrix, start: int, stop: int) -> None:
+        first, row = matrix.packed.offset, matrix.packed.nbytes // matrix.rows
+        self._drop(first + start * row, first + stop * row)
 
     def _drop(self, start: int, stop: int) -> None:
         if self.assembly is not None:

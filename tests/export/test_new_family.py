@@ -135,7 +135,7 @@ def test_all_its_parameters_are_trained_as_by_the_monolithic_algorithm(
     bundle = bundle.with_lora(msgspec.structs.replace(bundle.manifest.lora, targets=()))
     weights = full_weights_of(bundle, tmp_path / "slots", seed)
     model = model_of(bundle, 16, weights=weights)
-    oracle = MonolithicFullMeZO(bundle, RowNoise(seed, "gaussian"), EPSILON, 1, 0.1)
+    oracle = MonolithicFullMeZO(bundle, RowNoise(Noise(seed, "gaussian")), EPSILON, 1, 0.1)
     method = method_of(model, weights, tmp_path, 2, weight_decay=0.1)
     for step in range(2):
         rows = [row_of(bundle, rng, 9), packed_of(bundle, rng, 16, 5)]

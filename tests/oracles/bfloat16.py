@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.products import Float32Products
+from runtime.arrays.products import Products
 from runtime.arrays.weight_source import Tile
 
 ROUNDING = 2.0**-8  # the most by which rounding changes a value, relatively
@@ -21,7 +21,7 @@ def nearest(values: Any) -> npt.NDArray[np.float32]:
     return bits.view(np.float32)
 
 
-class RoundedProducts(Float32Products):
+class RoundedProducts(Products):
     """Products of float32 whose factors are rounded first, on any processor."""
 
     def dequantize(self, tile: Tile, bits: int) -> mx.array:

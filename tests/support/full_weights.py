@@ -38,7 +38,7 @@ def weights_of(
     updates: dict[int, Update | None] | None = None,
 ) -> FullWeights:
     slots = Slots(path, slot_layouts(bundle.manifest), b"these")
-    noise, base = RowNoise(seed, kind), Weights(bundle)
+    noise, base = RowNoise(Noise(seed, kind)), Weights(bundle)
     return FullWeights(bundle.manifest, base, slots, noise, done, updates or {})
 
 
@@ -52,7 +52,7 @@ def method_of(
         lambda length: model,
         Adapters(manifest, {}),
         Activations(folder, 1, 2 * queries * rows, shape),
-        Noise(weights.noise.seed, weights.noise.kind),
+        weights.noise.of,
         EPSILON,
         TwoPoint(queries),
         options.get("weight_decay", 0.0),

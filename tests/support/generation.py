@@ -13,13 +13,13 @@ from oracles import whole_model as reference
 from runtime.bundle.store import Bundle
 from runtime.config.generate import GenerateConfig
 from runtime.methods.adapters import Adapters
-from runtime.run.generate import Generating, generate
+from runtime.run.generate import Generating
 
 
 def generating(bundle: Bundle | Path | str, prompt: str, **options: Any) -> Generating:
     """What continues the prompt, with options as `GenerateConfig` has them."""
     path = bundle.path if isinstance(bundle, Bundle) else bundle
-    return generate(GenerateConfig(bundle=str(path), prompt=prompt, **options))
+    return Generating(GenerateConfig(bundle=str(path), prompt=prompt, **options))
 
 
 def pieces(

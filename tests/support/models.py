@@ -136,7 +136,7 @@ def mebp(
             found.update(zip(names, pair, strict=True))
 
     loss = loss or NextToken()
-    backprop = Backprop(model, adapters, scratch, 1, kept, dropout, loss, stored)
+    backprop = Backprop(model, adapters, scratch, 1, kept, dropout or StepDropout(), loss, stored)
     result = backprop.gradients(rows, loss.count(rows), update)
     assert result.scored_tokens == sum(len(row.targets) for row in rows)
     return result, found

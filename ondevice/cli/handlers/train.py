@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ondevice.cli.handlers.common import configuration, print_json, set_up, show
 from ondevice.cli.progress import step_bar, task_bar
 from ondevice.cli.screen import note, out
-from runtime.config.arguments import flag, given
+from runtime.config.arguments import given
+from runtime.config.base import flag
 from runtime.config.parallel import JOIN, shared_folder
 from runtime.config.train import CHANGEABLE, OF_JOINING, PlanConfig, ReplayConfig, TrainConfig
 from runtime.core.errors import BundleError, UsageError

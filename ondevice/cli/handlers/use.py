@@ -76,9 +76,9 @@ def run_generate(arguments: argparse.Namespace) -> None:
     config = configuration(GenerateConfig, arguments)
     set_up()
     from ondevice.cli.describe import describe_generation
-    from runtime.run.generate import generate
+    from runtime.run.generate import Generating
 
-    generating = generate(config, note)
+    generating = Generating(config, note)
     if arguments.json:
         deque(generating, maxlen=0)
         print_json(generating.result)

@@ -90,20 +90,10 @@ DRAWS: dict[str, Callable[[int, F32], None]] = {
 
 @dataclass
 class RowNoise:
-    """The noise of one run: `kind` is "gaussian" (mean 0, variance 1) or "rademacher".
+    """The noise of one run, of the seed, kind and pool of a `Noise`."""
 
-    With a `pool`, steps and queries draw one of so many directions, as with `Noise`.
-    """
-
-    seed: int
-    kind: str = "gaussian"
-    pool: int = 0
+    of: Noise
     _tile: F32 = field(default_factory=lambda: np.empty(0, np.float32), repr=False)
-
-    @classmethod
-    def like(cls, noise: Noise) -> RowNoise:
-        """The noise of the same seed, kind and pool."""
-        return cls(noise.seed, noise.kind, noise.pool)
 
     def draw(self, step: int, query: int, tensor: str, start: int, out: F32) -> None:
         """Fill `out` (R, C) with z of rows start:start+R of `tensor`, contiguous."""
@@ -136,7 +126,8 @@ class RowNoise:
         tiles = chosen // height
         integers = np.empty((len(chosen), columns), np.uint16)
         for tile in np.unique(tiles).tolist():
-            bits = _bits(self._key("rounding", step, 0, tensor, tile), 2 * height * columns)
+            key = number_of(self.of.seed, "rounding", step, 0, tensor, tile)
+            bits = _bits(key, 2 * height * columns)
             here = np.flatnonzero(tiles == tile)
             integers[here] = bits.view("<u2").reshape(height, columns)[chosen[here] - tile * height]
         return integers
@@ -151,15 +142,10 @@ class RowNoise:
         return drawn.reshape(-1, columns)
 
     def _draw(self, step: int, query: int, tensor: str, tile: int, out: F32) -> None:
-        if self.pool:
-            member = Noise(self.seed, self.kind, self.pool).member(step, query)
-            key = self._key("pool", 0, member, tensor, tile)
-        else:
-            key = self._key("rows", step, query, tensor, tile)
-        DRAWS[self.kind](key, out)
-
-    def _key(self, purpose: str, step: int, query: int, tensor: str, tile: int) -> int:
-        return number_of(self.seed, purpose, step, query, tensor, tile)
+        drawn = ("rows", step, query)
+        if self.of.pool:
+            drawn = ("pool", 0, self.of.member(step, query))
+        DRAWS[self.of.kind](number_of(self.of.seed, *drawn, tensor, tile), out)
 
 
 def _tiles(start: int, rows: int, columns: int) -> Iterator[tuple[int, int, int]]:

@@ -36,7 +36,7 @@ WRITTEN_VALUES = 1 << 18  # of a tensor at once
 def load() -> None:
     """Load the tables and libraries of later training, so that a plan counts them."""
     for kind in DRAWS:
-        RowNoise(0, kind).draw(0, 0, "", 0, np.empty((1, 8), np.float32))
+        RowNoise(Noise(0, kind)).draw(0, 0, "", 0, np.empty((1, 8), np.float32))
 
 
 def open_weights(
@@ -69,7 +69,7 @@ def open_weights(
         manifest,
         base,
         slots,
-        RowNoise.like(noise),
+        RowNoise(noise),
         done,
         dict(enumerate(updates[:done])),
         ReadAhead(slots.path) if prefetch and base.assembly is None else None,
@@ -97,7 +97,7 @@ def write_trained(
         manifest,
         Weights(bundle),
         None,
-        RowNoise.like(Noise.of_log(header.seed, header.noise, header.more)),
+        RowNoise(Noise.of_log(header.seed, header.noise, header.more)),
         len(updates),
         dict(enumerate(updates)),
     )

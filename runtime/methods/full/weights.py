@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -117,11 +117,6 @@ class FullWeights:
         if others := fields.keys() - {*cls.log_fields, *Noise.log_fields}:
             raise ValueError(f"it trains all weights, and has {', '.join(sorted(others))}")
 
-    @classmethod
-    def wrote(cls, fields: Mapping[str, Any]) -> bool:
-        """Whether a log with these fields is that of all weights; else it is of adapters."""
-        return "trained" in fields
-
     def header(self) -> dict[str, Any]:
         """Its `log_fields`, as a log's header holds them."""
         return {"trained": "full"}
@@ -144,11 +139,6 @@ class FullWeights:
     def behind(self, updates: int) -> int:
         """How many blocks lack more than so many updates."""
         return sum(len(self._pending(index)) > updates for index in range(len(self.tensors)))
-
-    @property
-    def oldest(self) -> int:
-        """How many steps all blocks have seen: updates before that are no longer needed."""
-        return min(self._seen)
 
     # Reads of kernels.
 
@@ -177,12 +167,16 @@ class FullWeights:
         distinct, places = np.unique(rows, return_inverse=True)
         table = np.empty((len(distinct), matrix.columns), np.float32)
         index = self.owner[name]
-        if self._whole[index] is None:
+        if (whole := self._whole[index]) is None:
             tile = self.base.gather(matrix, distinct)
             assert isinstance(tile, FloatTile)
             table[...] = view(tile.values.astype(mx.float32))
         else:
-            self._stored_rows_at(name, distinct.tolist(), table)
+            assert self.slots is not None
+            dtype = self.tensors[index][name][2]
+            octets = np.empty((len(distinct), matrix.columns * ITEM_BYTES[dtype]), np.uint8)
+            self.slots.read_rows(index, whole.slot, name, distinct.tolist(), octets)
+            expand(octets.reshape(-1), dtype, table)
         self._apply(name, distinct, table)
         values, filled = new_rows(len(rows), matrix.columns)
         np.take(table, places, axis=0, out=filled)
@@ -254,7 +248,7 @@ class FullWeights:
         self._whole[visit.index] = Whole(visit.slot, self.done)
         self._seen[visit.index] = self.done
         self._visit = None
-        for step in [step for step in self.updates if step < self.oldest]:
+        for step in [step for step in self.updates if step < min(self._seen)]:
             del self.updates[step]
 
     def digest(self) -> str:
@@ -311,16 +305,6 @@ class FullWeights:
         self.slots.read(index, whole.slot, name, start * columns * ITEM_BYTES[dtype], octets_read)
         expand(octets_read, dtype, out)
         return out
-
-    def _stored_rows_at(self, name: str, rows: Sequence[int], out: F32) -> None:
-        """Chosen rows of a matrix as they lie in a slot, without pending updates, in `out`."""
-        index = self.owner[name]
-        _, columns, dtype = self.tensors[index][name]
-        whole = self._whole[index]
-        assert whole is not None and self.slots is not None
-        octets = np.empty((len(rows), columns * ITEM_BYTES[dtype]), np.uint8)
-        self.slots.read_rows(index, whole.slot, name, rows, octets)
-        expand(octets.reshape(-1), dtype, out)
 
     @quiet
     def _apply(self, name: str, chosen: Indices, values: F32) -> Octets | None:

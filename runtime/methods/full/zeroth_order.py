@@ -36,8 +36,7 @@ class FullZerothOrder(ZerothOrder):
     _loras: dict[Point, Loras] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        noise = self.noise
-        self.weights.noise = RowNoise.like(noise)
+        self.weights.noise = RowNoise(self.noise)
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """See `Method.step`."""

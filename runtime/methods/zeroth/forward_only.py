@@ -52,7 +52,12 @@ def demand_of(config: StepConfig, estimator: Estimator, descent: type[Descent] =
         )
     points = estimator.points
     of_query = max(map(len, by_query(points)))
-    hidden_states = _hidden_states(config, estimator)
+    hidden_states = len(estimator.lanes(config.batch_size * config.grad_accumulation))
+    noise = 0
+    if config.trains_all:
+        from runtime.methods.full.row_noise import noise_bytes  # other runs need it not
+
+        noise = noise_bytes()
     return Demand(
         rows=config.batch_size,
         hidden_states=hidden_states,
@@ -61,7 +66,7 @@ def demand_of(config: StepConfig, estimator: Estimator, descent: type[Descent] =
         adapter_copies=min(len(points), of_query * (2 + MOST_LANES // of_query)),
         scratch_copies=max(3, descent.scratch_copies),  # z, theta and their sum; or an update's
         trains_weights=config.trains_all,
-        noise_bytes=_noise_bytes(config),
+        noise_bytes=noise,
         shares=True,
     )
 
@@ -134,16 +139,3 @@ def _check_resolved(config: TrainConfig, begin: Start) -> None:
             f"{rounded:.1g}, so differences of losses would be noise; give at least {least:.1g}, "
             "or --compute-dtype float32"
         )
-
-
-def _noise_bytes(config: StepConfig) -> int:
-    if not config.trains_all:
-        return 0
-    from runtime.methods.full.row_noise import noise_bytes  # other runs need it not
-
-    return noise_bytes()
-
-
-def _hidden_states(config: StepConfig, estimator: Estimator) -> int:
-    """One for each row at each of its points."""
-    return len(estimator.lanes(config.batch_size * config.grad_accumulation))

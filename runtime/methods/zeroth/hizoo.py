@@ -29,6 +29,7 @@ import numpy as np
 from runtime.bundle.manifest import Manifest
 from runtime.config.shared import StepConfig
 from runtime.config.train import TrainConfig
+from runtime.config.zeroth_order import USUAL_SMOOTHING
 from runtime.core.errors import DivergedError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
@@ -185,5 +186,5 @@ def start(config: TrainConfig, begin: Start) -> ZerothOrder:
     """The method at its beginning."""
     shapes = Adapters.shapes(begin.adapters.manifest)
     on_disk = MappedTensors(begin.scratch, "optimizer", shapes)
-    descent = HessianDescent(config.hessian_smoothing_used, shapes, on_disk)
+    descent = HessianDescent(config.hessian_smoothing or USUAL_SMOOTHING, shapes, on_disk)
     return start_with(config, begin, ThreePoint(config.directions), descent=descent)

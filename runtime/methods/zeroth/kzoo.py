@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from runtime.config.shared import StepConfig
 from runtime.config.train import TrainConfig
+from runtime.config.zeroth_order import USUAL_POOL
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Start
 from runtime.methods.zeroth.forward_only import demand_of, start_with
@@ -30,5 +31,5 @@ def demand(config: StepConfig) -> Demand:
 
 def start(config: TrainConfig, begin: Start) -> ZerothOrder:
     """The method at its beginning."""
-    noise = Noise(config.seed, config.noise_kind, config.seed_pool_size)
+    noise = Noise(config.seed, config.noise_kind, config.seed_pool or USUAL_POOL)
     return start_with(config, begin, TwoPoint(config.directions), noise)

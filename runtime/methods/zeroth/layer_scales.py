@@ -21,7 +21,7 @@ is skipped leaves them to the next one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -31,7 +31,7 @@ from runtime.arrays.stored import Block
 from runtime.bundle.manifest import Manifest
 from runtime.config.zeroth_order import SCALED, SCALINGS
 from runtime.methods.noise import Noise
-from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen, Tensors, Update
+from runtime.methods.zeroth.descent import Descent, Measured, Probe, Tensors, Update
 from runtime.methods.zeroth.estimator import MINUS, PLUS, Point, projected_gradient
 
 
@@ -79,9 +79,21 @@ class ScaledDescent(Descent):
             theta = probe.theta
             measured = Measured([norm_of(theta[name] for name in of) for of in self._names])
         else:
-            groups = by_layer(self.layers, probe.first, probe.together)
-            measured = gradient_norms(groups, probe.epsilon, probe.alone)
+            measured = self._gradient_norms(probe)
         return measured._replace(extras=self.scale(measured.extras))
+
+    def _gradient_norms(self, probe: Probe) -> Measured:
+        """Proposition 1 for each layer, which a query of its own moves alone."""
+        norms: list[float] = []
+        passes, finite, size = 0, True, max(1, probe.together)
+        for at in range(0, len(self.layers), size):
+            group = dict(enumerate(self.layers[at : at + size], start=probe.first + at))
+            seen = probe.alone(group)
+            passes, finite = passes + seen.forward_passes, finite and seen.finite
+            for query in group:
+                plus, minus = seen.means[Point(query, PLUS)], seen.means[Point(query, MINUS)]
+                norms.append(abs(projected_gradient(plus, minus, probe.epsilon)))
+        return Measured(norms, passes, finite)
 
     def scale(self, norms: Sequence[float]) -> tuple[float, ...]:
         """Let the next directions have the scales of these norms, one per layer; return them."""
@@ -132,27 +144,3 @@ def norm_of(tensors: Iterable[mx.array]) -> float:
         np.square(np.array(tensor, copy=False), dtype=np.float64).sum() for tensor in tensors
     )
     return math.sqrt(sum(map(float, squares)))
-
-
-def by_layer(layers: Sequence[Block], first: int, together: int) -> Sequence[Mapping[int, Block]]:
-    """The layers by the queries that move them, counted from `first`, so many in a group."""
-    size = max(1, together)
-    starts = range(0, len(layers), size)
-    return [dict(enumerate(layers[at : at + size], start=first + at)) for at in starts]
-
-
-def gradient_norms(
-    groups: Sequence[Mapping[int, Block]],
-    epsilon: float,
-    alone: Callable[[Mapping[int, Block]], Seen],
-) -> Measured:
-    """Proposition 1 for each layer of each group; `alone` moves each layer of a group by itself."""
-    norms: list[float] = []
-    passes, finite = 0, True
-    for group in groups:
-        seen = alone(group)
-        passes, finite = passes + seen.forward_passes, finite and seen.finite
-        for query in group:
-            plus, minus = seen.means[Point(query, PLUS)], seen.means[Point(query, MINUS)]
-            norms.append(abs(projected_gradient(plus, minus, epsilon)))
-    return Measured(norms, passes, finite)

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -44,7 +45,7 @@ from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losse
 from runtime.methods.zeroth.log_header import Header
 from runtime.methods.zeroth.shared_points import Numbers, Place, of_fleet, of_grid
 from runtime.objectives.next_token import NextToken
-from runtime.objectives.objective import Group, Loss, Objective, chunks, grouped, score
+from runtime.objectives.objective import Loss, Objective, chunks, grouped, score
 from runtime.parallel.workers import Workers
 from runtime.storage.activations import Activations
 
@@ -107,10 +108,7 @@ class ZerothOrder:
         groups = grouped(going.rows, self.objective.together)
         lengths = [len(group) + 1 for group in groups]
 
-        def compute(places: Sequence[Place]) -> Numbers:
-            return self._computed(going, places)
-
-        fleet = self.workers.fleet
+        compute, fleet = partial(self._computed, going), self.workers.fleet
         if fleet is None or self._only:
             numbers = of_grid(self.workers, points, lengths, compute)
         else:
@@ -119,7 +117,7 @@ class ZerothOrder:
         count = sum(map(self.objective.count, groups))
         means: dict[Point, float] = {}
         for point in points:
-            total = 0.0
+            total = 0.0  # `sum` would round otherwise
             for group in range(len(groups)):
                 total += numbers[Place(point, group)][-1]
             means[point] = total / count
@@ -127,14 +125,23 @@ class ZerothOrder:
         return ordered, means
 
     def _computed(self, going: Pass, places: Sequence[Place]) -> Numbers:
-        """The numbers at some places; the pending update is applied to all blocks."""
+        """The numbers at some places; every block is visited, so all get the pending update."""
         mine = set(places)
         own = [lane for lane in going.lanes if self._place(lane) in mine]
         if not own:
             self.settle()
             return {}
         self.workers.passes += len(own)
-        return self._visit(going._replace(lanes=own))
+        going = going._replace(lanes=own)
+        with visit(going.model, 0):
+            self._embed(going)
+        for layer in visits(going.model):
+            self._block(going, layer.block)
+        with visit(going.model, -1):
+            numbers = self._losses(going)
+        self._pending = False
+        self._caught_up.clear()
+        return numbers
 
     def part(self, number: int, parts: Sequence[Sequence[Sample]], items: range) -> list[float]:
         """Some of the numbers of a step whose other ones other workers compute.
@@ -153,18 +160,6 @@ class ZerothOrder:
             self.descent.remember(update)
             self._pending = True
             self.settle()
-
-    def _visit(self, going: Pass) -> Numbers:
-        """See `_losses`; every block is visited once, so the pending update is applied to all."""
-        with visit(going.model, 0):
-            self._embed(going)
-        for layer in visits(going.model):
-            self._block(going, layer.block)
-        with visit(going.model, -1):
-            numbers = self._losses(going)
-        self._pending = False
-        self._caught_up.clear()
-        return numbers
 
     def _measured(self, going: Pass) -> Measured:
         """The descent's measurements on this step's batch, before its directions are drawn."""
@@ -259,10 +254,11 @@ class ZerothOrder:
         theta = {name: self.adapters.tensors[name] for name in names}  # each read copies it
         query, owner = points[0].query, self.adapters.manifest.owner(block)
         moves = self._only.get(query, owner) == owner
+        turned = (lambda _, z: z) if query in self._only else self.descent.direction
         z = {
-            name: self._direction(number, query, name, theta[name].shape)
-            for name in self._trained(names)
-            if moves
+            name: turned(name, self.noise.draw(number, query, name, theta[name].shape))
+            for name in names
+            if moves and self.estimator.trains(name)
         }
         for point in points:
             step = point.sign * self.epsilon
@@ -273,10 +269,6 @@ class ZerothOrder:
             mx.eval(tensors)
             adapters = Adapters(self.adapters.manifest, tensors)
             perturbed[point] = adapters.loras(block)
-
-    def _direction(self, number: int, query: int, name: str, shape: tuple[int, ...]) -> mx.array:
-        z = self.noise.draw(number, query, name, shape)
-        return z if query in self._only else self.descent.direction(name, z)
 
     def _names(self, block: Block) -> list[str]:
         """The tensors with which a block runs, some of which another one may own."""
@@ -293,7 +285,7 @@ class ZerothOrder:
         return groups
 
     def _losses(self, going: Pass) -> Numbers:
-        """The numbers of each group: see `_summed`."""
+        """For each group the summed cross entropy of each row, and the group's summand."""
         model, _, rows, lanes = going
         head, objective = model.blocks[-1], self.objective
         numbers: Numbers = {}
@@ -314,13 +306,12 @@ class ZerothOrder:
             if not numbers:
                 self._visited(head, model)
             for group in chunk:
+                own = [scored.pop(0) for _ in group]
+                entropies = (row.cross_entropy for row in own)
                 place = self._place(lanes[group[0]])
-                numbers[place] = self._summed([scored.pop(0) for _ in group])
+                numbers[place] = [*entropies, objective.value(own)]
+                del own
         return numbers
-
-    def _summed(self, group: Group) -> list[float]:
-        """The summed cross entropy of each row of a group, and the group's summand."""
-        return [*(row.cross_entropy for row in group), self.objective.value(group)]
 
     def _learn(
         self,
@@ -391,18 +382,11 @@ class ZerothOrder:
     def _update(self, block: Block) -> None:
         """Apply the pending update to the tensors of one block that do not have it."""
         names = [name for name in self._names(block) if name not in self._caught_up]
-        self._apply(names)
-        self._caught_up.update(names)
-
-    def _trained(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if self.estimator.trains(name)]
-
-    def _apply(self, names: Iterable[str]) -> None:
-        """Apply the pending update to tensors of one block, together."""
         tensors = self.adapters.tensors
         with mx.stream(mx.cpu):  # where the noise is drawn
-            if own := {name: tensors[name] for name in self._trained(names)}:
+            if own := {name: tensors[name] for name in names if self.estimator.trains(name)}:
                 tensors.update(self.descent.apply(self.noise, own))
+        self._caught_up.update(names)
 
     def settle(self) -> None:
         """Apply the pending update at once to all blocks that a pass has not come to."""

@@ -550,7 +550,7 @@ def test_what_a_plan_keeps_is_measured_without_what_the_heap_holds_beside_it(
     machine = msgspec.convert(measured["machine_value"], Machine)
     config = TrainConfig(bundle="b", data="random:0", budget="1GB", max_seq_length=16, steps=1)
     manifest = open_bundle(bundles / MODEL).manifest
-    model = Planner(manifest, machine).model(training(config, manifest).task, plan.sizes)
+    model = Planner(manifest, machine).model(training(config, manifest), plan.sizes)
     kept = measured["kept_in_use_bytes"]
     assert kept > 0 and with_kept(machine, model, kept, plan.kept) == plan.kept_bytes
 

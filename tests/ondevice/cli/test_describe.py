@@ -12,7 +12,7 @@ from support.plans import LINUX, MAC, PLENTY, plan_of, task_of
 from ondevice.cli.commands import COMMANDS, Command
 from ondevice.cli.describe import describe_matrices, describe_plan, facts_of
 from ondevice.cli.parser import command_parser
-from runtime.config.arguments import flag
+from runtime.config.base import flag
 from runtime.core.units import format_bytes
 from runtime.machine.machine import Machine
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.bundles import Rng
 
-from runtime.arrays.arrays import CpuArrays, GpuArrays
+from runtime.arrays.arrays import Arrays, CpuArrays
 from runtime.arrays.profile import Profile
 from runtime.machine import backend
 
@@ -73,7 +73,7 @@ def test_a_limit_leaves_room_for_what_passes_it(
 def test_an_evaluation_leaves_the_memory_limit_as_it_was(rng: Rng, limit: int) -> None:
     before = mx.set_memory_limit(limit)
     try:
-        for arrays in (CpuArrays(), GpuArrays()):
+        for arrays in (CpuArrays(), Arrays()):
             results = sums(rng, 3)
             arrays.evaluate(results)
             arrays.evaluate([])

@@ -68,8 +68,8 @@ def test_every_weight_is_that_of_the_reference(
         tile = MapTile(weights.matrix, weights.mapped(weights.matrix, start, stop, by_columns))
         expected = np.array(dense(weights.tile(start, stop, by_columns), bits, CpuArrays()))
         rows, columns = expected.shape
-        assert (expected == np.array(ours.by_columns(mx.eye(columns), tile, None)).T).all()
-        assert (np.array(ours.by_rows(mx.eye(rows), tile, None)) == expected).all()
+        assert (expected == np.array(ours.multiply(mx.eye(columns), tile, False, None)).T).all()
+        assert (np.array(ours.multiply(mx.eye(rows), tile, True, None)) == expected).all()
 
 
 @pytest.mark.parametrize("registers", REGISTERS, ids=lambda each: f"{each.lanes} lanes")
@@ -98,17 +98,16 @@ def test_sums_and_adapters_are_those_of_numpy(
         added = LowRank(u, b) if rank else None
         expected = np.array(x).astype(np.float64) @ (w if by_rows else w.T)
         expected += np.array(u).astype(np.float64) @ np.array(b) if rank else 0
-        name = "by_rows" if by_rows else "by_columns"
-        y = getattr(both, name)(x, tile, None, added)
+        y = both.multiply(x, tile, by_rows, None, added)
         assert reference.relative_error(y, mx.array(expected)) <= CLOSE
-        assert (np.array(y) == np.array(getattr(alone, name)(x, tile, None, added))).all()
+        assert (np.array(y) == np.array(alone.multiply(x, tile, by_rows, None, added))).all()
         expected += np.array(onto)
-        sums = getattr(both, name)(x, tile, onto, added)
+        sums = both.multiply(x, tile, by_rows, onto, added)
         assert reference.relative_error(sums, mx.array(expected)) <= CLOSE
     a = drawn(rows + 4, 3)
     x, u = drawn(tokens, columns), drawn(tokens, 3)
     added = LowRank(u, a, transposed=True, columns=slice(2, 2 + rows))
-    y = both.by_columns(x, tile, None, added)
+    y = both.multiply(x, tile, False, None, added)
     expected = np.array(x).astype(np.float64) @ w.T + np.array(u) @ np.array(a)[2 : 2 + rows].T
     assert reference.relative_error(y, mx.array(expected)) <= CLOSE
 

@@ -16,7 +16,7 @@ from support.bfloat16 import require_onednn, with_rounded_products
 from support.bundles import Rng, Tiny
 from support.models import adapters_of, mebp, model_of, rows_of
 
-from runtime.arrays.arrays import CpuArrays, GpuArrays
+from runtime.arrays.arrays import Arrays, CpuArrays
 from runtime.arrays.dequantize import dequantize
 from runtime.arrays.products import OneDnnProducts, Products, products_for
 from runtime.arrays.weight_source import FloatTile, QuantizedTile, Tile
@@ -75,7 +75,10 @@ def test_products_are_those_of_the_same_factors(library: OneDnn, rng: Rng, kind:
 
     def products(by: Products) -> list[mx.array]:
         w, onto = by.dequantize(tile, bits), mx.array(before)
-        return [by.by_columns(by.factor(x), w, onto), by.by_rows(by.factor(dy), w, None)]
+        return [
+            by.multiply(by.factor(x), w, False, onto),
+            by.multiply(by.factor(dy), w, True, None),
+        ]
 
     for one, other in zip(products(ours), products(RoundedProducts(CpuArrays())), strict=True):
         assert reference.relative_error(one, other) <= SUMMED
@@ -91,7 +94,7 @@ def test_values_are_codes_times_scales_on_every_device(rng: Rng, kind: str) -> N
     rows, groups = tile.scales.shape
     signed = stored.reshape(rows, groups, -1).astype(np.float32) - 2 ** (bits - 1)
     expected = (signed * np.array(tile.scales)[..., None]).reshape(rows, -1)
-    for arrays in (CpuArrays(), GpuArrays()):
+    for arrays in (CpuArrays(), Arrays()):
         assert (np.array(dequantize(tile, bits, arrays)) == expected).all()
 
 
@@ -111,7 +114,7 @@ def test_more_shapes_than_are_kept_change_nothing(library: OneDnn, rng: Rng) -> 
     ours = OneDnnProducts(CpuArrays(), library)
     w = ours.factor(random(rng, 8, 16))
     factors = [ours.factor(random(rng, tokens, 16)) for tokens in range(1, SHAPES + 9)]
-    first, again = ([np.array(ours.by_columns(x, w, None)) for x in factors] for _ in range(2))
+    first, again = ([np.array(ours.multiply(x, w, False, None)) for x in factors] for _ in range(2))
     assert all((one == other).all() for one, other in zip(first, again, strict=True))
 
 

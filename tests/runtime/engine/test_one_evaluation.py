@@ -36,8 +36,8 @@ from support.random_types import random_bundle
 
 from export import graph_files
 from export.graph_files import trace_graphs
-from runtime.arrays.arrays import GpuArrays
-from runtime.arrays.products import Float32Products
+from runtime.arrays.arrays import Arrays
+from runtime.arrays.products import Products
 from runtime.arrays.tiles import ReadyTile
 from runtime.bundle.checks import check_manifest
 from runtime.bundle.store import Bundle
@@ -207,7 +207,7 @@ def test_gradients_are_the_oracles_and_the_cpus(
     bucket = min(LENGTHS)
     opening = opened(bundle, small(rng, evaluation), "mebp", bucket)
     model = opening.model(bucket)
-    assert model.lowered.execution.one_evaluation and model.arrays == GpuArrays(True)
+    assert model.lowered.execution.one_evaluation and model.arrays == Arrays(True)
     adapters = adapters_of(bundle, rng)
     mx.eval(adapters.tensors)
     row = packed_of(bundle, rng, bucket, 50) if kept else row_of(bundle, rng, bucket)
@@ -325,7 +325,7 @@ def test_in_bfloat16_gradients_lie_within_rounding_of_float64(
     print(evaluations, peak, most)
     assert evaluation == "part" or (evaluations.most <= MOST and peak <= most + plan.kept_bytes)
     assert stored == {mx.bfloat16}
-    assert len(of_heads) >= 2 and {*of_heads} == {Float32Products}
+    assert len(of_heads) >= 2 and {*of_heads} == {Products}
     assert {value.dtype for value in found.values()} == {mx.float32}
     mx.set_default_device(mx.cpu)
     dense = reference.in_double(reference.dense_model(bundle, adapters))
@@ -403,7 +403,7 @@ def test_what_is_added_to_a_part_is_added_in_place(rng: Rng, shape: tuple[int, .
     where = (*(slice(None),) * (len(shape) - 2), slice(5, 17))
     values = rng.standard_normal(large).astype(np.float32)
     part = mx.array(rng.standard_normal((12, 4096)).astype(np.float32))
-    for arrays in (GpuArrays(), GpuArrays(one_evaluation=True)):
+    for arrays in (Arrays(), Arrays(one_evaluation=True)):
         whole = mx.array(values)
         expected = values.copy()
         expected[where] += 2 * np.array(part)

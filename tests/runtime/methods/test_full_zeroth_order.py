@@ -16,6 +16,7 @@ from runtime.bundle.store import Bundle
 from runtime.engine.sample import Row
 from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.full.weights import FullWeights, slot_layouts
+from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Update
 from runtime.storage.slots import Slots
 from runtime.storage.weights import Weights
@@ -40,7 +41,7 @@ def test_steps_are_the_monolithic_algorithms_bit_for_bit(
     weights = weights_of(bundle, tmp_path / "slots", seed, kind)
     sizes = {"tile_values": int(rng.integers(3_000, 40_000)), "chunk_rows": 130}
     model = model_of(bundle, 16, weights=weights, **sizes)
-    oracle = MonolithicFullMeZO(bundle, RowNoise(seed, kind), EPSILON, queries, decay)
+    oracle = MonolithicFullMeZO(bundle, RowNoise(Noise(seed, kind)), EPSILON, queries, decay)
     lanes = int(rng.integers(2, 7))
     method = method_of(
         model, weights, tmp_path, 2, queries=queries, weight_decay=decay, lanes=lanes
@@ -115,7 +116,7 @@ def test_slots_of_other_weights_and_of_later_steps_are_not_read(
     assert {one.version for one in found if one is not None} == {2}
     early = weights_of(bundle, path, seed, done=1, updates={0: log[0]})
     without = FullWeights(
-        bundle.manifest, Weights(bundle), None, RowNoise(seed), done=1, updates={0: log[0]}
+        bundle.manifest, Weights(bundle), None, RowNoise(Noise(seed)), done=1, updates={0: log[0]}
     )
     assert all_of(early) == all_of(without)
 

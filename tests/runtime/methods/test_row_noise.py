@@ -10,6 +10,7 @@ from support.bundles import Rng
 
 from runtime.methods.full.row_noise import DRAWS, RowNoise, rows_of_noise
 from runtime.methods.full.stored_floats import expand, rounded
+from runtime.methods.noise import Noise
 
 
 @pytest.mark.parametrize("kind", sorted(DRAWS))
@@ -17,21 +18,21 @@ from runtime.methods.full.stored_floats import expand, rounded
 def test_any_rows_are_those_of_the_whole(rng: Rng, seed: int, kind: str, columns: int) -> None:
     rows = 3 * rows_of_noise(columns) + 5
     whole = np.empty((rows, columns), np.float32)
-    RowNoise(seed, kind).draw(4, 1, "w", 0, whole)
+    RowNoise(Noise(seed, kind)).draw(4, 1, "w", 0, whole)
     for _ in range(5):
         start = int(rng.integers(rows))
         part = np.empty((int(rng.integers(1, rows - start + 1)), columns), np.float32)
-        RowNoise(seed, kind).draw(4, 1, "w", start, part)
+        RowNoise(Noise(seed, kind)).draw(4, 1, "w", start, part)
         assert (part == whole[start : start + len(part)]).all()
     chosen = rng.integers(0, rows, 4)
     part = np.empty((4, columns), np.float32)
-    RowNoise(seed, kind).draw_rows(4, 1, "w", chosen, part)
+    RowNoise(Noise(seed, kind)).draw_rows(4, 1, "w", chosen, part)
     assert (part == whole[chosen]).all()
 
 
 @pytest.mark.parametrize("kind", sorted(DRAWS))
 def test_directions_differ_and_have_mean_0_and_variance_1(seed: int, kind: str) -> None:
-    noise = RowNoise(seed, kind)
+    noise = RowNoise(Noise(seed, kind))
     found = []
     for step, query, tensor in ((0, 0, "a"), (1, 0, "a"), (0, 1, "a"), (0, 0, "b")):
         z = np.empty((300, 1000), np.float32)
@@ -45,7 +46,7 @@ def test_directions_differ_and_have_mean_0_and_variance_1(seed: int, kind: str) 
 
 def test_gaussian_noise_has_the_quantiles_of_the_normal_distribution(seed: int) -> None:
     z = np.empty((1000, 1000), np.float32)
-    RowNoise(seed).draw(0, 0, "w", 0, z)
+    RowNoise(Noise(seed)).draw(0, 0, "w", 0, z)
     for share in (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999):
         expected = NormalDist().inv_cdf(share)
         error = np.sqrt(share * (1 - share) / z.size) / NormalDist().pdf(expected)
@@ -55,7 +56,7 @@ def test_gaussian_noise_has_the_quantiles_of_the_normal_distribution(seed: int) 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_stochastic_rounding_is_right_on_average(rng: Rng, seed: int, dtype: str) -> None:
     values = np.repeat(rng.standard_normal((1, 50)).astype(np.float32), 20_000, axis=0)
-    integers = RowNoise(seed).integers(0, "w", np.arange(len(values)), 50)
+    integers = RowNoise(Noise(seed)).integers(0, "w", np.arange(len(values)), 50)
     found = np.empty_like(values)
     expand(rounded(values, dtype, integers), dtype, found)
     step = np.abs(values[0]) * (2.0**-7 if dtype == "bfloat16" else 2.0**-10)
@@ -67,7 +68,7 @@ def test_stochastic_rounding_is_right_on_average(rng: Rng, seed: int, dtype: str
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_stored_values_are_kept(rng: Rng, seed: int, dtype: str) -> None:
     values = rng.standard_normal((30, 7)).astype(np.float32)
-    integers = RowNoise(seed).integers(0, "w", np.arange(30), 7)
+    integers = RowNoise(Noise(seed)).integers(0, "w", np.arange(30), 7)
     once, twice = np.empty_like(values), np.empty_like(values)
     stored = rounded(values, dtype, integers)
     expand(stored, dtype, once)

@@ -305,8 +305,8 @@ def test_the_plan_counts_gradients_that_are_being_summed(tiny: Tiny) -> None:
     )
     for method, more in (("mebp", 2 * largest), ("mezo", 0)):
         one, several = (
-            Planner(manifest, LINUX).plan(wanted.task, 10**9)
-            for wanted in (training(config_of(method, 0), manifest, workers) for workers in (1, 2))
+            Planner(manifest, LINUX).plan(training(config_of(method, 0), manifest, workers), 10**9)
+            for workers in (1, 2)
         )
         assert several.gradient_bytes - one.gradient_bytes == more
 

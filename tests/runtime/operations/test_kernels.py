@@ -354,14 +354,14 @@ def test_attention_and_its_backward(
     numbers = np.sort(rng.integers(0, 5, length)) if packed else np.zeros(length, int)
     starts = np.searchsorted(numbers, numbers).astype(np.int32) if packed else None
     kernel = attending.of(block)
-    out, lse = kernel.forward(q, k, v, Scoring(scale, window), starts)
+    out, lse = kernel.forward(q, k, v, Scoring(scale, window, starts=starts))
     (expected,), gradients = mx.vjp(
         lambda q, k, v: reference.attention(q, k, v, scale, window, mx.array(numbers)),
         [q, k, v],
         [d_out],
     )
     close(out, expected)
-    found = kernel.backward(q, k, v, out, lse, d_out, Scoring(scale, window), starts)
+    found = kernel.backward(q, k, v, out, lse, d_out, Scoring(scale, window, starts=starts))
     # one key: softmax is constant and dq, dk are zero up to rounding
     floor = 1e-5 * float(mx.linalg.norm(d_out.reshape(-1)))
     for mine, theirs in zip(found, gradients, strict=True):
@@ -396,10 +396,10 @@ def test_attention_with_a_prefix_a_cap_and_sinks_and_its_backward(
     further = Prefix(*parts, attending.arrays) if prefix else None
     kernel = attending.of(5)
     keys, values = k[:, :, prefix:], v[:, :, prefix:]
-    scoring = Scoring(0.7, window, further, cap, sinks)
-    out, lse = kernel.forward(q, keys, values, scoring, starts)
+    scoring = Scoring(0.7, window, further, cap, sinks, starts)
+    out, lse = kernel.forward(q, keys, values, scoring)
     close(out, expected)
-    dq, dk, dv, *rest = kernel.backward(q, keys, values, out, lse, d_out, scoring, starts)
+    dq, dk, dv, *rest = kernel.backward(q, keys, values, out, lse, d_out, scoring)
     joined = [mx.concatenate([own[None], d], 2) for own, d in zip(rest, (dk, dv), strict=False)]
     for mine, theirs in zip([dq, *(joined or (dk, dv))], gradients, strict=True):
         close(mine, theirs)
@@ -438,8 +438,9 @@ def test_attention_does_not_read_the_rows_beside(
     kernel = attending.of(4)
 
     def row(k: mx.array, v: mx.array) -> list[mx.array]:
-        out, lse = kernel.forward(q, k, v, Scoring(0.3, window), starts)
-        found = [out, *kernel.backward(q, k, v, out, lse, d_out, Scoring(0.3, window), starts)]
+        scoring = Scoring(0.3, window, starts=starts)
+        out, lse = kernel.forward(q, k, v, scoring)
+        found = [out, *kernel.backward(q, k, v, out, lse, d_out, scoring)]
         return [one[:, :, 7:20] for one in found]
 
     moved = [mx.where(inside[None, None, :, None], x, 1e3) for x in (k, v)]
@@ -456,8 +457,8 @@ def test_rows_before_a_block_of_queries_cost_nothing(rng: Rng, attending: Attend
     kernel = attending.of(4)
     before = (mx.arange(length) < first)[None, None, :, None]
     k, v = (mx.where(before, mx.nan, x) for x in (k, v))
-    out, lse = kernel.forward(q, k, v, Scoring(0.3), starts)
-    for one in (out, *kernel.backward(q, k, v, out, lse, d_out, Scoring(0.3), starts)):
+    out, lse = kernel.forward(q, k, v, Scoring(0.3, starts=starts))
+    for one in (out, *kernel.backward(q, k, v, out, lse, d_out, Scoring(0.3, starts=starts))):
         assert mx.isnan(one[:, :, :first]).all()
         assert mx.isfinite(one[:, :, first:]).all()
 

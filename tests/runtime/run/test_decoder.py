@@ -22,7 +22,8 @@ from support.prefixes import prefix_of, with_prefix
 from support.random_types import random_bundle
 
 from runtime.adapters.lora import LoraSettings
-from runtime.arrays.packed_rows import PackedRows, Stored
+from runtime.arrays.compiled_dequantize import Stored
+from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.stored import Extent, Matrix
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError
@@ -62,7 +63,7 @@ def test_what_decodes_sees_the_prefix(tiny: Tiny, rng: Rng, family: str) -> None
 def test_a_token_takes_no_larger_tiles_because_code_is_compiled(tiny: Tiny) -> None:
     require_compiled()
     bundle = tiny("qwen2")
-    model = open_session(bundle, replace(plan_of(bundle, "frugal"), compiled=True)).decoding(1)
+    model = open_session(bundle, replace(plan_of(bundle, "frugal"), compiled=True)).at(1)
     parts = [[*model.matrices.taken(each)] for each in bundle.manifest.matrices.values()]
     assert parts == [[*model.matrices.ranges(each)] for each in bundle.manifest.matrices.values()]
     assert max(map(len, parts)) > 1

@@ -25,7 +25,7 @@ from runtime.core.errors import DataError, UsageError
 from runtime.data.chat import ChatTemplate
 from runtime.data.text_encoder import load_encoder
 from runtime.run.chat import Chat
-from runtime.run.generate import generate
+from runtime.run.generate import Generating
 
 TEMPLATE = "Q: {{ messages[0].content }}\n{% if add_generation_prompt %}\nA: {% endif %}"
 
@@ -158,7 +158,7 @@ def test_tokens_are_drawn_by_the_seed(bundle: Bundle) -> None:
 def test_characters_without_tokens_are_said_once(bundle: Bundle) -> None:
     said: list[str] = []
     config = ondevice.GenerateConfig(bundle=str(bundle.path), prompt="a Ж日<eos>", max_tokens=1)
-    deque(generate(config, said.append), maxlen=0)
+    deque(Generating(config, said.append), maxlen=0)
     told = "ondevice: warning: the tokenizer has no token for {} in the prompt"
     assert said[-1:] == [told.format("'Ж', '日'")]
     said.clear()

@@ -183,7 +183,7 @@ def test_a_new_plan_that_rounds_otherwise_says_so(
     assert before.kept_products
     least = {"kept_layers": before.kept_layers, name: getattr(before, name) - 1}
     other = msgspec.structs.replace(before, **{"kept_products": 0, "kept_mlps": 0, **least})
-    monkeypatch.setattr(resume, "make_plan", lambda *wanted: other)
+    monkeypatch.setattr(Planner, "plan", lambda *wanted: other)
     stored = msgspec.structs.replace(other, **{name: getattr(before, name)})
     replaced(stopped, "plan.json", plan_bytes(stored).decode())
     _, said = resumed(stopped, "41MB")
@@ -256,7 +256,7 @@ def test_no_field_of_a_plan_changes_in_silence(
     before = plan_in(stopped)
     config = load(TrainConfig, stopped / "config.toml", {})
     config, bundle = to_resume(config, open_checked(config.bundle))
-    monkeypatch.setattr(resume, "make_plan", lambda manifest, machine, wanted: before)
+    monkeypatch.setattr(Planner, "plan", lambda *wanted: before)
     for name in Plan.__struct_fields__:
         replaced(stopped, "plan.json", plan_bytes(changed(before, name)).decode())
         said: list[str] = []
@@ -451,7 +451,7 @@ def test_threads_for_which_the_plan_is_too_large_are_said(
     before = plan_of(tiny("gemma3").manifest, task_of(64, rows=2), BUDGET, THREADED)
     with pytest.raises(BudgetError, match="set OPENBLAS_NUM_THREADS=1: each of 64 threads"):
         planned_again(stopped, monkeypatch, before, 64)
-    monkeypatch.setattr(resume, "make_plan", lambda *wanted: before)
+    monkeypatch.setattr(Planner, "plan", lambda *wanted: before)
     _, said = planned_again(stopped, monkeypatch, before, 64)
     assert "planned anew: it would take 5" in said and "budget of 40 MB in this process" in said
     assert "64 threads take more memory than the 2 of its plan (OPENBLAS_NUM_THREADS=2 has" in said
@@ -460,13 +460,12 @@ def test_threads_for_which_the_plan_is_too_large_are_said(
 def test_a_worker_without_compiled_code_refuses_a_plan_that_takes_it(tiny: Tiny) -> None:
     manifest = tiny("gemma3").manifest
     task = task_of(32)
-    wanted = budget.Wanted(task.request, task.demand, BUDGET)
-    compiled = msgspec.structs.replace(LINUX, llvm=True)
-    chosen = budget.make_plan(manifest, compiled, wanted)
+    compiled = Planner(manifest, msgspec.structs.replace(LINUX, llvm=True))
+    chosen = compiled.plan(task, BUDGET)
     assert chosen.compiled
-    assert budget.plan_of_first(chosen, manifest, compiled, wanted) == chosen
+    assert budget.plan_of_first(chosen, compiled, task, BUDGET) == chosen
     with pytest.raises(UsageError, match=r"by compiled code: .*leave this machine out"):
-        budget.plan_of_first(chosen, manifest, LINUX, wanted)
+        budget.plan_of_first(chosen, Planner(manifest, LINUX), task, BUDGET)
 
 
 @pytest.mark.parametrize("method", ["mebp", "mezo"])
@@ -482,8 +481,8 @@ def test_a_workers_own_threads_count(tiny: Tiny, method: str) -> None:
     scratch = scratch_values(32, 32, backward=method == "mebp") * F32
     more = Planner(manifest, many).peak_of(chosen, task) - chosen.predicted_peak_bytes
     assert more > 64 * scratch - chosen.live_bytes
-    wanted = budget.Wanted(task.request, task.demand, chosen.predicted_peak_bytes + more - 1)
-    chosen = msgspec.structs.replace(chosen, budget_bytes=wanted.budget_bytes)
-    assert budget.plan_of_first(chosen, manifest, one, wanted) == chosen
+    most = chosen.predicted_peak_bytes + more - 1
+    chosen = msgspec.structs.replace(chosen, budget_bytes=most)
+    assert budget.plan_of_first(chosen, Planner(manifest, one), task, most) == chosen
     with pytest.raises(BudgetError, match="does not fit here: it would take"):
-        budget.plan_of_first(chosen, manifest, many, wanted)
+        budget.plan_of_first(chosen, Planner(manifest, many), task, most)

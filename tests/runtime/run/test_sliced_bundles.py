@@ -176,8 +176,8 @@ def test_the_plan_counts_what_is_assembled(bundle: Path, halves: list[Path], met
     whole, half = (open_bundle(path).manifest for path in (bundle, halves[0]))
     plans = []
     for manifest in (whole, half):
-        wanted = training(config_of(method, 0), manifest)
-        plans.append(Planner(manifest, LINUX).plan(wanted.task, PLENTY))
+        task = training(config_of(method, 0), manifest)
+        plans.append(Planner(manifest, LINUX).plan(task, PLENTY))
     ranges = [block_range(whole, layer) for layer in whole.layers]
     more = plans[1].process_bytes - plans[0].process_bytes - 2 * THREAD_BYTES
     layers = 2 * max(stop - start for start, stop in ranges)
