@@ -51,7 +51,7 @@ def computing() -> Iterator[None]:
         mx.enable_compile()
 
 
-def widened(x: mx.array) -> mx.array:
+def widened(x: mx.array | np.ndarray) -> mx.array:
     """The same values as float64."""
     return _of_numpy(np.array(x, np.float64))
 
