@@ -65,6 +65,7 @@ _RULES = {
     "global_attn_every_n_layers": "layer_types",
 }
 _CHANGES_LAYERS = re.compile("rotary|model_base")  # for which defaults have been passed over
+_NORMS_WEIGHTS = {"norm_topk_prob", "route_norm"}  # of a token's experts
 
 
 def refuse_unread(
@@ -113,6 +114,8 @@ def unread(
         for key in alike
         if settings.get(key) not in alike[key] and not is_own_default(family, key, settings[key])
     }
+    if settings.get("num_experts_per_tok") == 1 and not _norms_one(family, config, settings):
+        refused["num_experts_per_tok"] = 1
     for key, value in settings.items():
         if "softcap" in key and value is None and (defaults or {}).get(key) is not None:
             refused[key] = value  # classes cap with their own number, then
@@ -149,6 +152,17 @@ def unread(
             continue  # transformers has no setting for it
         refused[key] = value
     return refused
+
+
+def _norms_one(family: str, config: dict[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether weights of experts are normed, if at all, where a token has one expert too.
+
+    transformers does so; several of mlx-lm's classes leave a single weight as it is.
+    """
+    named = _NORMS_WEIGHTS & arguments_of(family)
+    on, off = ({**config, **dict.fromkeys(named, value)} for value in (True, False))
+    wanted = any(settings.get(key, True) for key in named)
+    return not wanted or _traced(family, on) != _traced(family, off)
 
 
 def _heeded(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

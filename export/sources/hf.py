@@ -319,7 +319,7 @@ def _language_model(
             "it with transformers' save_pretrained, as a model for causal language modelling"
         )
     parts_of = {name: parts for name, parts in parts_of.items() if name in tensors}
-    return tensors, others, {**_origins(stored, parts_of, outer), **apart}
+    return tensors, others, {**_origins(stored, parts_of, outer, where), **apart}
 
 
 def _made(
@@ -383,9 +383,12 @@ def _stems(names: Iterable[str]) -> set[str]:
 
 
 def _origins(
-    stored: Mapping[str, StoredTensor], made: Mapping[str, list[Made]], outer: str
+    stored: Mapping[str, StoredTensor], made: Mapping[str, list[Made]], outer: str, where: str
 ) -> dict[str, list[Origin]]:
-    """Where tensors are from, without those that are a checkpoint's of the same name."""
+    """Where tensors are from, without those that are a checkpoint's of the same name.
+
+    Raises BundleError where parts of a stack of matrices differ from one to the next.
+    """
     elsewhere = {}
     for name, parts in made.items():
         stack = max(_stacked(stored[part.source]) for part in parts)
@@ -398,9 +401,15 @@ def _origins(
             inner = _inner_name(tensor.name, outer)
             columns = None if part.columns is None else (*part.columns, tensor.shape[-1])
             origins.append(Origin(inner, part.first, part.rows, height, part.transposed, columns))
-        if origins != [Origin(name, 0, origins[0].height, origins[0].height)]:
-            elsewhere[name] = of_each(origins, stack) if stack else together(origins)
-    return {name: origins for name, origins in elsewhere.items() if origins}
+        if origins == [Origin(name, 0, origins[0].height, origins[0].height)]:
+            continue
+        elsewhere[name] = of_each(origins, stack) if stack else together(origins)
+        if not elsewhere[name]:
+            raise BundleError(
+                f"{where}: mlx-lm's {name} has other rows of each matrix of {origins[0].name}, "
+                "which is not supported"
+            )
+    return elsewhere
 
 
 def _stacked(tensor: StoredTensor) -> int:

@@ -145,8 +145,8 @@ class DeltaRule:
         d_scores = d_weights.sum(axis=1, keepdims=True)
         d_beta = (dr * missed).sum(axis=-1) + (d_a * chunk.kk).sum(axis=-1)
         of_decays = d_a * beta * chunk.kk + d_weights * chunk.qk
-        d_sums = of_decays.sum(axis=-1) - of_decays.sum(axis=-2)
-        settle(d_pairs, d_scores, d_beta, d_sums)
+        d_decay = _of_each(of_decays, chunk)
+        settle(d_pairs, d_scores, d_beta, d_decay)
         del dr, missed, d_weights, d_a, of_decays
         dq = d_scores @ chunk.k + _over_heads((c * dy) @ state.swapaxes(-1, -2))
         dk = (d_pairs + d_pairs.swapaxes(-1, -2)) @ chunk.k + d_scores.swapaxes(-1, -2) @ chunk.q
@@ -159,9 +159,10 @@ class DeltaRule:
         of_start = of_start + (d_missed * (chunk.k @ state)).sum(axis=-1)
         settle(dk, of_late, of_start)
         del d_late, u
-        at_end = of_late.sum(axis=-1) + c[:, :, -1, 0] * (state * d_after).sum(axis=(-1, -2))
-        d_sums = d_sums + of_start - of_late + at_end[..., None] * chunk.is_last
-        d_decay = mx.cumsum(d_sums, axis=-1, reverse=True)
+        at_end = c[:, :, -1] * (state * d_after).sum(axis=(-1, -2))[..., None]
+        of_start = mx.cumsum(of_start, axis=-1, reverse=True)
+        of_late = mx.cumsum(of_late, axis=-1, inclusive=False)
+        d_decay = d_decay + of_start + of_late + at_end
         settle(d_decay)
         d_state = c[:, :, -1:] * d_after
         settle(d_state)
@@ -211,6 +212,15 @@ def _by_token(x: mx.array) -> mx.array:
     return mx.moveaxis(x, 2, 0).reshape(1, tokens, groups * repeats, *rest)
 
 
+def _of_each(of_decays: mx.array, chunk: _Chunk) -> mx.array:
+    """The gradient of log a_r (K, R, n) from those of log E_ts, which log a_r is in if s < r <= t.
+
+    It is their sum. Sums over rows less those over columns would be it too, but round at the
+    largest of all pairs, where strong decays leave little of those that are apart.
+    """
+    return (of_decays @ chunk.strictly.T * chunk.lower).sum(axis=-2)
+
+
 def _over_heads(x: mx.array) -> mx.array:
     """The sum over the value heads of each key head, (K, 1, n, D)."""
     return x if x.shape[1] == 1 else x.sum(axis=1, keepdims=True)
@@ -236,7 +246,6 @@ class _Chunk:
     inverse: mx.array
     lower: mx.array  # (n, n), 1 up to the diagonal
     strictly: mx.array  # (n, n), 1 below the diagonal
-    is_last: mx.array  # (n,), 1 for the last token
 
     @classmethod
     def of(cls, inputs: Inputs, start: int, stop: int, arrays: Arrays) -> _Chunk:
@@ -255,10 +264,7 @@ class _Chunk:
         inverse = _inverse(beta * decays * kk * strictly)
         to_end = decays[:, :, -1, :, None]
         arrays.settle(inverse, to_end)
-        is_last = (mx.arange(tokens) == tokens - 1).astype(mx.float32)
-        return cls(
-            q, k, v, beta, from_start, to_end, decays, qk, kk, inverse, lower, strictly, is_last
-        )
+        return cls(q, k, v, beta, from_start, to_end, decays, qk, kk, inverse, lower, strictly)
 
 
 def _inverse(a: mx.array) -> mx.array:

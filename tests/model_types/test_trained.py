@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from oracles import double
 from oracles import whole_model as reference
 from support.adapters import saved_adapter
 from support.bundles import runnable, settings
 from support.fusing import fused_model, silent
 from support.logits import apart, engine_logits
 from support.lora import with_lora
-from support.models import Rng, adapters_of, agree, mebp, model_of, row_of
+from support.models import CLOSE, Rng, adapters_of, agree, errors_of, mebp, model_of, row_of
 from support.peers import TORCH, interpreter, several_peft_logits
 from support.runs import adapter, here, killed_and_resumed, succeeds, summary_of, train_arguments
 
@@ -31,12 +34,9 @@ from runtime.methods.noise import Noise
 BUCKET = 64  # longer than the windows of the tiny models
 PREDICTED_WITHIN = 0.05
 EPSILON = 1e-2
-# the gated delta rule's decays go through exponentials of sums over a row, in float32 on both sides
-WIDER = dict.fromkeys((f"qwen3_5{kind}" for kind in ("", "_text", "_moe", "_moe_text")), 2e-4)
-WIDER["muse_glimmer"] = 3e-5  # autograd in float32 is as far as 1.9e-5 from float64, and so are we
-WIDER["gemma4_text"] = 2e-5  # 1.03e-5 with one draw of weights, below 1e-5 with three others
 CLOSE_ELSEWHERE = 1e-4  # PyTorch rounds in another order
 METHODS = ("mebp", "mezo")
+Norm = Callable[[mx.array, mx.array | None, float], mx.array]
 ALONE = ("muse_glimmer",)  # whose text model transformers has inside of another alone
 
 pytestmark = pytest.mark.slow
@@ -72,10 +72,15 @@ def test_gradients_are_autograds_and_losses_those_of_a_step(
     bundle = bundle.with_lora(adapters.manifest.lora)
     rows = [row_of(bundle, rng, BUCKET), row_of(bundle, rng, 40)]
     dense = reference.dense_model(bundle, adapters)
+    _, rounded = reference.gradients(dense, [(r.tokens, r.scored) for r in rows])
+    dense = reference.in_double(dense)
     expected_loss, expected = reference.gradients(dense, [(r.tokens, r.scored) for r in rows])
     loss, found = mebp(model_of(bundle, BUCKET, slices=True), adapters, rows, tmp_path, kept=1)
     assert loss.loss_sum / loss.scored_tokens == pytest.approx(expected_loss, rel=1e-5)
-    agree(found, expected, WIDER.get(model_type, 1e-5))
+    # some models enlarge what float32 rounds: scores without a scale, norms of outputs near 0
+    of_float32 = max(errors_of(rounded, expected).values())
+    print(model_type, f"{max(errors_of(found, expected).values()):.1e} {of_float32:.1e}")
+    agree(found, expected, max(CLOSE, 2 * of_float32))
     for sign in (1, -1):
         moved = perturbed(adapters, sign * EPSILON)
         loss = reference.plain_loss(model_of(bundle, BUCKET), moved, rows)
@@ -89,9 +94,17 @@ def as_configured(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     config = bundle.manifest.config
     for name, function in activations_of(config).items():
         monkeypatch.setattr(nn, name, function)
-    epsilon, norm = config.get("rms_norm_eps"), mx.fast.rms_norm
+    epsilon = config.get("rms_norm_eps")
     if epsilon is not None and "rms_norm_eps" not in arguments_of(bundle.manifest.family):
-        monkeypatch.setattr(mx.fast, "rms_norm", lambda x, weight, eps: norm(x, weight, epsilon))
+        for place, norm in ((mx.fast, mx.fast.rms_norm), (double, double.rms_norm)):
+            fixed = partial(_with_epsilon, norm, epsilon)
+            monkeypatch.setattr(place, "rms_norm", fixed)
+
+
+def _with_epsilon(
+    norm: Norm, epsilon: float, x: mx.array, weight: mx.array | None, eps: float
+) -> mx.array:
+    return norm(x, weight, epsilon)
 
 
 def plain_linears(bundle: Bundle) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from export.sources.model_classes import model_module
 from export.sources.source import Checkpoint
 from harness.peers import in_memory
 from harness.peers.in_memory import dequantized as dequantized
+from oracles import double
 from runtime.bundle.store import Bundle
 from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Sample
@@ -189,7 +190,10 @@ def packed_gradients(model: nn.Module, packed: PackedRows) -> tuple[float, dict[
 
 
 def in_double(model: nn.Module) -> nn.Module:
-    """The model with every parameter in float64, to measure the errors of float32 against."""
+    """The model with every parameter in float64, to measure the errors of float32 against.
+
+    MLX rounds some functions of them as in float32, but not inside of `double.computing`.
+    """
     model.update(tree_map(lambda value: value.astype(mx.float64), model.parameters()))
     return model
 
@@ -197,8 +201,12 @@ def in_double(model: nn.Module) -> nn.Module:
 def gradients(
     model: nn.Module, rows: Sequence[Row], places: Sequence[tuple[int, int]] | None = None
 ) -> tuple[float, dict[str, mx.array]]:
-    """`batch_loss` and d loss / d adapter, by autograd over the dense model, on the CPU."""
-    with mx.stream(mx.cpu):
+    """`batch_loss` and d loss / d adapter, by autograd over the dense model, on the CPU.
+
+    They are computed in float64 if the model is `in_double`.
+    """
+    wide = any(value.dtype == mx.float64 for _, value in tree_flatten(model.parameters()))
+    with double.computing() if wide else mx.stream(mx.cpu):
         value, tree = nn.value_and_grad(model, lambda m: batch_loss(m, rows, places))(model)
         found: dict[str, mx.array] = dict(tree_flatten(tree))
         mx.eval(value, found)

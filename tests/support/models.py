@@ -167,19 +167,24 @@ class Kept:
 
 
 def agree(found: dict[str, mx.array], expected: dict[str, mx.array], bound: float = CLOSE) -> None:
-    """Relative errors within the bound.
+    """Relative errors within the bound."""
+    errors = errors_of(found, expected)
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= bound, (worst, errors[worst])
 
-    A query that sees one key has no gradient: there the bound is on what rounding left.
+
+def errors_of(found: dict[str, mx.array], expected: dict[str, mx.array]) -> dict[str, float]:
+    """The relative error of each gradient.
+
+    A query that sees one key has no gradient: there it is the size of what rounding left.
     """
     assert set(found) == set(expected)
-    errors = {
+    return {
         name: reference.relative_error(found[name], value)
         if value.any()
         else float(np.linalg.norm(np.array(found[name].astype(mx.float32))))
         for name, value in expected.items()
     }
-    worst = max(errors, key=errors.__getitem__)
-    assert errors[worst] <= bound, (worst, errors[worst])
 
 
 def check_gradients(

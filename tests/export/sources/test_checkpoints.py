@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import transformers
+from mlx_lm.models import qwen3_moe
 from model_types.tiny import tiny
 from support.checkpoints import Arrays, weights_of, whole, write_folder
 from support.mutations import mutate, mutate_bytes
@@ -768,6 +769,68 @@ def test_experts_are_read_under_all_their_names(
             first, last = sorted(rng.choice(len(array) + 1, 2, replace=False).tolist())
             np.testing.assert_array_equal(read.rows(name, first, last), array[first:last])
             np.testing.assert_array_equal(whole(read, name), array)
+
+
+def test_experts_of_which_other_rows_are_read_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be written elsewhere under a name and in an order that transformers has not."""
+    config, arrays = weights_of("tiny-qwen3-moe")
+    written, name = _joined(arrays, 8), "model.layers.1.mlp.switch_mlp.{}_proj.weight"
+    sanitize = qwen3_moe.Model.sanitize
+
+    def crossed(self: Any, weights: dict[str, Any]) -> dict[str, Any]:
+        """The last expert's gate is above its other half."""
+        made = sanitize(self, weights)
+        gate, up = (made[name.format(half)] for half in ("gate", "up"))
+        made[name.format("gate")] = mx.concatenate([gate[:-1], up[-1:]])
+        made[name.format("up")] = mx.concatenate([up[:-1], gate[-1:]])
+        return made
+
+    folder = str(write_folder(tmp_path / "m", config, written))
+    open_checkpoint(folder).close()
+    monkeypatch.setattr(qwen3_moe.Model, "sanitize", crossed)
+    said = (
+        f"{name.format('up')} has other rows of each matrix of model.layers.1.mlp.experts.gate_up"
+    )
+    with pytest.raises(BundleError, match=re.escape(said)):
+        open_checkpoint(folder)
+
+
+FURTHER = {
+    "qwen3_5_text": "mtp.fc.weight",
+    "qwen3_5_moe_text": "mtp.layers.0.mlp.gate.weight",
+    "qwen3_next": "mtp.layers.0.mlp.experts.0.up_proj.weight",
+    "glm4_moe": "model.layers.4.eh_proj.weight",  # the layer after the last
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "spelled"),
+    [*((model_type, _one_by_one) for model_type in FURTHER), ("qwen3_next", _stacked)],
+)
+def test_layers_that_predict_further_tokens_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model_type: str,
+    spelled: Callable[..., dict[str, Any]],
+) -> None:
+    """Whether the class leaves them out, or has nothing to do with the other tensors."""
+    monkeypatch.setitem(PRESETS, "tiny", tiny(model_type))
+    config, arrays = weights_of("tiny")
+    name = FURTHER[model_type]
+    count = config.get("num_experts") or config.get("n_routed_experts")
+    written = spelled(arrays, count)
+    if spelled is _one_by_one:
+        filters = [name for name in arrays if name.endswith("conv1d.weight")]
+        written |= {name: np.moveaxis(arrays[name], 2, 1) for name in filters}
+    written[name] = np.zeros((8, 8), np.float32)
+    folder = str(write_folder(tmp_path / "m", config, written))
+    with open_checkpoint(folder) as read:
+        assert [f"1 tensors outside the language model are not used: {name}"] == [
+            warning.partition(": ")[2] for warning in read.warnings
+        ]
+        assert {*read.names()} == {*arrays}
 
 
 @pytest.mark.parametrize("changed", [-1, 1])

@@ -207,6 +207,27 @@ def test_settings_are_found_that_a_class_passes_over(
 
 
 @pytest.mark.parametrize(
+    ("model_type", "norms", "is_read"),
+    [
+        ("glm4_moe", "norm_topk_prob", False),
+        ("solar_open", "norm_topk_prob", False),
+        ("dots1", "norm_topk_prob", False),
+        ("afmoe", "route_norm", False),
+        ("qwen3_moe", "norm_topk_prob", True),
+    ],
+)
+def test_the_weight_of_a_single_expert_is_normed_or_refused(
+    model_type: str, norms: str, is_read: bool
+) -> None:
+    """Some classes norm weights only where a token has several, transformers does so always."""
+    for count in (1, 2):
+        raw = {**tiny(model_type), "num_experts_per_tok": count, norms: True}
+        config = normalise_config(raw, "x", True)
+        refused = unread(config["model_type"], config, raw, "x")
+        assert ("num_experts_per_tok" in refused) == (count == 1 and not is_read)
+
+
+@pytest.mark.parametrize(
     "off", [{"use_sliding_window": False}, {"layer_types": ["full_attention"] * 2}]
 )
 @pytest.mark.parametrize(("model_type", "reads"), [("phi3", False), ("qwen2", True)])
