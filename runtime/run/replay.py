@@ -12,7 +12,7 @@ import msgspec
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.config.base import load
-from runtime.config.train import TrainConfig
+from runtime.config.train import RunConfig, TrainConfig
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors
 from runtime.core.lookalikes import Kind, instead
@@ -77,7 +77,7 @@ def replay(
     folder = RunFolder(run)
     folder.check(CONFIG)
     header, updates = read_log(run / TRAJECTORY)
-    config = load(TrainConfig, run / CONFIG, {})
+    config = load(RunConfig, run / CONFIG, {})
     opened = open_verified(bundle or config.bundle)
     if FullWeights.wrote(header.more):
         return _replay_weights(folder, config, header, updates, opened, output)

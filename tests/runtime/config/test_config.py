@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.runs import here, succeeds
 
 from export.config.export import ExportConfig
+from harness.config.bench import ReportConfig
 from ondevice.cli.commands import COMMANDS, Command
 from ondevice.cli.parser import command_parser, whole_parser
 from runtime.config import arguments
@@ -189,12 +190,15 @@ def test_a_tilde_that_the_shell_leaves_is_the_user_s_folder(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "c.toml").write_text("steps = 3\noutput = '~/run'\n")
     typed = ["train", "~/b", "--data=~/d", "--config=~/c.toml", "--adapter=~user/a"]
-    typed += ["--also-evaluate=~/e", "--also-evaluate=f"]
+    typed += ["--also-evaluate=~/e", "--also-evaluate=f", "--mix=~/m:5%", "--parallel=join=~/j"]
     namespace = whole_parser("train").parse_args(typed)
     made = load(TrainConfig, namespace.config, arguments.given(namespace, TrainConfig))
     assert (made.bundle, made.data) == (f"{tmp_path}/b", f"{tmp_path}/d")
     assert (made.output, made.adapter) == (f"{tmp_path}/run", "~user/a")
     assert made.also_evaluate == (f"{tmp_path}/e", "f")
+    assert (made.mix, made.parallel) == (f"{tmp_path}/m:5%", f"join={tmp_path}/j")
+    report = ReportConfig(runs=("~", "r"), output="~/r.html")
+    assert (*report.runs, report.output) == (f"{tmp_path}", "r", f"{tmp_path}/r.html")
 
 
 def test_text_in_a_file_is_not_taken_for_a_number(tmp_path: Path) -> None:
