@@ -37,7 +37,7 @@ from runtime.core.files import (
     storage_errors,
     write_atomic,
 )
-from runtime.core.paths import text_path
+from runtime.core.paths import output_path, text_path
 from runtime.core.version import __version__, of_another_version
 from runtime.data.hub import FOLDER
 from runtime.data.run_rows import is_tokens
@@ -114,6 +114,7 @@ class RunFolder:
         flush_path(self.path)
 
     def _check_free(self) -> None:
+        output_path(self.path)
         if (self.path / CONFIG).exists():
             raise UsageError(
                 f"{self.path} holds a run already; go on with it (ondevice train --resume "

@@ -16,7 +16,7 @@ from runtime.config.train import RunConfig, TrainConfig
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors
 from runtime.core.lookalikes import Kind, instead
-from runtime.core.paths import text_path
+from runtime.core.paths import output_path
 from runtime.machine.backend import OF_PRODUCTS, arithmetic, use_device
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.run_weights import open_weights, write_trained
@@ -65,7 +65,7 @@ def replay(
         BundleError: the trajectory does not belong to the bundle or to the initial adapters.
         StorageError: the adapter cannot be written, since the run is read-only, say.
     """
-    text_path(output)
+    output_path(output)
     if output.resolve() == run.resolve():
         raise UsageError(f"{output} is the run itself: its adapters would be overwritten")
     if why := instead(run, Kind.RUN):
