@@ -85,14 +85,16 @@ def _in_megabytes(text: str) -> str:
 
 MOST = 1_000_000_000  # of steps, rows, tokens, seconds: more is a slip
 MOST_TOKENS = 1 << 20  # of a row, as manifests have them
+LEAST = 1e-9  # of a number that is not 0, and computes something else than 0 would
 COUNT = Check(
     lambda value: 1 <= value <= MOST,
     f"1 or more, at most {MOST:,}",
     in_a_run=lambda value: value >= 1,
 )
 NOT_NEGATIVE = Check(
-    lambda value: 0 <= value <= MOST,
+    lambda value: value == 0 or LEAST <= value <= MOST,
     f"0 or more, at most {MOST:,}",
+    lambda value: f"; below {LEAST:g} it would be 0" if 0 < value < LEAST else "",
     in_a_run=lambda value: 0 <= value < math.inf,
 )
 SEED = Check(lambda value: value >= 0, "a whole number from 0 to 2^63 - 1")
@@ -117,7 +119,11 @@ def rise(values: Sequence[float]) -> bool:
 
 
 def between(least: float, most: float, usual: str, *, or_zero: bool = False) -> Check:
-    """The condition on a number that it has a size that computes something, or is 0."""
+    """The condition on a number that it has a size that computes something, or is 0.
+
+    or_zero: whether it may be 0, as it may where `least` is 0; then others are from LEAST on.
+    """
+    or_zero, least = or_zero or least == 0, least or LEAST
     return Check(
         lambda value: least <= value <= most or (or_zero and value == 0),
         f"{'0, or ' * or_zero}from {least:g} to {most:,.12g}; {usual}",

@@ -27,6 +27,7 @@ from support.shared import Shared
 from runtime.bundle.manifest import block_range
 from runtime.bundle.store import WEIGHTS, open_bundle, write_slices
 from runtime.core.errors import BundleError, UsageError
+from runtime.core.stripes import STRIPE
 from runtime.parallel.exchange import Exchange
 from runtime.parallel.workers import Workers
 from runtime.plan.planner import THREAD_BYTES, Planner
@@ -120,6 +121,16 @@ def test_slices_that_are_no_whole_are_refused(
     messages = on_workers(len(holding), join)
     assert len({*messages}) == 1
     assert re.search(said, messages[0]), messages[0]
+
+
+def test_a_bundle_is_not_cut_into_slices_without_weights(bundle: Path, tmp_path: Path) -> None:
+    nbytes = open_bundle(bundle).manifest.weights_nbytes
+    most = -(-nbytes // STRIPE)
+    told = f"of {most + 1} slices 1 would have none; give --count {most} or fewer"
+    refuses(2, told, "slice", bundle, "-o", tmp_path, "--count", most + 1)
+    assert all(
+        each.manifest.held_nbytes for each in write_slices(open_bundle(bundle), most, tmp_path)
+    )
 
 
 def test_a_slice_alone_is_refused_or_shown(halves: list[Path], tmp_path: Path) -> None:
