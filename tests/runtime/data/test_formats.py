@@ -267,7 +267,8 @@ def test_a_broken_file_is_refused_by_its_cause(
 def test_a_web_page_may_be_text(bundle: Path) -> None:
     file = bundle.parent / "page.txt"
     file.write_text("<html>a")
-    assert len(tokenize(bundle, file, 8, bundle.parent / "out")) == 1
+    rows = tokenize(bundle, file, 8, bundle.parent / "out")
+    assert len(rows) == 1 and "plain text, a web page, of which its markup" in str(rows.report)
 
 
 def test_a_table_that_begins_as_parquet_does_is_read(tmp_path: Path) -> None:
@@ -322,6 +323,7 @@ def test_a_list_in_python_s_notation_is_refused(bundle: Path) -> None:
             b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
             "a part that is not text .its type is 'image'.; models here read text, in parts as",
         ),
+        (b'{"text": "a", "id": ' + 5000 * b"9" + b"}", "line 1: it has a whole number of more tha"),
         (b'{"text": "a", "text": "b"}', "line 1: it has the key 'text' twice"),
         (b'{"text": "\xe9"}', "line 1: .*save the file in UTF-8"),
     ],
