@@ -88,7 +88,7 @@ class HFCheckpoint(Checkpoint):
             others = [name for name in others if not is_of_tower(name)]
         if others:
             warnings.append(
-                f"{folder}: not used are {counted(len(others), 'tensor')} outside the language "
+                f"{folder}: read without {counted(len(others), 'tensor')} outside the language "
                 f"model: {first_names(others)}"
             )
         own_head = f"{_HEAD}.weight" in self._tensors

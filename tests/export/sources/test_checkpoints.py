@@ -670,7 +670,7 @@ def test_tensors_beside_the_language_model_are_named(tmp_path: Path) -> None:
     more = {"score.weight": ZEROS, "mtp.layers.0.weight": ZEROS}
     with open_checkpoint(str(write_folder(tmp_path / "m", config, {**arrays, **more}))) as read:
         (warning,) = read.warnings
-        assert "not used are 2 tensors outside the language model: " in warning
+        assert "read without 2 tensors outside the language model: " in warning
         assert "score.weight" in warning
     twice = {**arrays, **prefixed("language_model.", arrays)}
     with pytest.raises(BundleError, match=r"are both .*; it holds two models"):
