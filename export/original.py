@@ -129,9 +129,10 @@ class Original:
             return self.engine.compare(own, Compared(bundle), rows, text)
         except (BudgetError, DataError) as problem:
             self.engine.check("while it measured the quality")
+            why = str(problem).replace(f"bundle {self.bundle.path}", "the bundle")  # not in place
             self.engine.note(
-                f"what the export has cost the model was not measured: {problem}; --no-quality "
-                "leaves the measurement out"
+                f"what the export has cost the model was not measured: {why}; --no-quality leaves "
+                "the measurement out"
             )
             return None
 

@@ -50,6 +50,7 @@ from runtime.adapters.names import is_of_tower, unwrapped
 from runtime.adapters.origins import RENAMED, Origin, of_each, together
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.lookalikes import Kind, instead, kind_of
+from runtime.core.units import counted
 
 # prefixes of the language model's names in a multimodal checkpoint, new or old
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
@@ -87,8 +88,8 @@ class HFCheckpoint(Checkpoint):
             others = [name for name in others if not is_of_tower(name)]
         if others:
             warnings.append(
-                f"{folder}: {len(others)} tensors outside the language model are not used: "
-                f"{first_names(others)}"
+                f"{folder}: read without {counted(len(others), 'tensor')} outside the language "
+                f"model: {first_names(others)}"
             )
         own_head = f"{_HEAD}.weight" in self._tensors
         if own_head and _says_tied(raw, text):
@@ -221,6 +222,11 @@ class HFCheckpoint(Checkpoint):
             if name == f"{_HEAD}.weight" and name not in expected:
                 continue  # a tied model's copy of its embedding
             layout = self._layouts.get(name)
+            if layout is None and tensor.dtype == "U32":
+                raise BundleError(
+                    f"{self._folder}: {name} has integers of MLX's quantization (U32) without "
+                    f"{name.removesuffix('.weight')}.scales; the download may be incomplete"
+                )
             if layout is None and tensor.dtype not in FLOAT_TYPES:
                 raise BundleError(
                     f"{self._folder}: {name} has type {tensor.dtype}; supported are "

@@ -143,5 +143,6 @@ def _check_parts(
         if shape != groups or width % group_size or width * bits != words.shape[1] * 32:
             raise BundleError(
                 f"{where}: {base}.{part} is {shape}, but {bits} bits in groups of {group_size} "
-                f"imply {groups}"
+                f"imply {groups}: config.json is of other weights, or has lost the bits that a "
+                "module has for itself; download both again"
             )

@@ -12,6 +12,7 @@ from typing import Any
 
 from export.stored import F32, QuantizedForm, QuantizedRows
 from runtime.core.errors import BundleError
+from runtime.core.units import counted
 
 # in a provenance: the type of the text model, where it is inside of one that sees or hears
 INSIDE = "text_model_type"
@@ -135,14 +136,15 @@ def check_tensors(
     ]
     if wrong:
         raise BundleError(
-            f"{where}: {len(wrong)} tensors have the wrong shape: {first_names(wrong)}; the "
-            "configuration may belong to another model"
+            f"{where}: {counted(len(wrong), 'tensor')} of the wrong shape: {first_names(wrong)}; "
+            "the configuration may belong to another model"
         )
     unknown = [name for name in shapes if name not in expected]
     if unknown:
         raise BundleError(
-            f"{where}: there are {len(unknown)} tensors that this architecture does not use: "
-            f"{first_names(unknown)}; results would differ from the original model's"
+            f"{where}: it has {counted(len(unknown), 'tensor')} that this architecture does not "
+            f"use: {first_names(unknown)}; results would differ from the original model's; if that "
+            "does not compute with them either, write the checkpoint without them"
         )
 
 

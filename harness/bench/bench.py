@@ -26,6 +26,7 @@ from harness.report.chart import standalone
 from runtime.core.errors import InterruptedRunError, UsageError
 from runtime.core.files import storage_errors, write_atomic
 from runtime.core.notes import Note
+from runtime.core.paths import output_path
 from runtime.core.units import format_bytes
 
 # where each benchmark stands in this package; it is imported when it is named, or listed
@@ -57,7 +58,7 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
     models = config.model_names or benchmark.models
     if unknown := [name for name in models if name not in PRESETS]:
         raise UsageError(f"no shapes for {', '.join(unknown)}; there are {', '.join(PRESETS)}")
-    output = Path(config.output or f"{config.name}.json")
+    output = output_path(config.output or f"{config.name}.json").resolve()  # a link stays
     if not output.parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}; make it first")
     report = {

@@ -15,6 +15,7 @@ from harness.config.compare import BY_METHOD, CompareConfig
 from runtime.config.base import load, to_toml
 from runtime.core.errors import UsageError
 from runtime.core.files import storage_errors, write_atomic
+from runtime.core.paths import output_path
 from runtime.data.run_rows import absolute as absolute_data
 
 CONFIG, SWEEP, RUNS = "config.toml", "sweep", "runs"
@@ -28,7 +29,7 @@ def absolute(config: CompareConfig) -> CompareConfig:
         bundle=str(Path(config.bundle).resolve()),
         data=absolute_data(config.data),
         eval_data=None if config.eval_data is None else absolute_data(config.eval_data),
-        output=str(Path(config.output).resolve()),
+        output=str(output_path(config.output).resolve()),
     )
 
 

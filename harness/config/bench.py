@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
 from runtime.config.base import (
+    ALL_FILLED,
     COUNT,
     FILLED,
     MOST,
@@ -18,6 +19,7 @@ from runtime.config.base import (
     SEED,
     Check,
     Config,
+    expanded,
     is_size,
     option,
     required,
@@ -62,9 +64,11 @@ _BUDGETS = Check(
     "sizes such as 300MB, min for the smallest that fits or 2xmin for twice as much, each once",
 )
 _RUNS = Check(
-    lambda runs: bool(runs) and all(run.strip() for run in runs), "one or more run directories"
+    lambda runs: bool(runs) and ALL_FILLED.allows(runs),
+    "one or more run directories",
+    stored=ALL_FILLED.stored,
 )
-_PAGE = Check(lambda name: name.endswith(".html"), "a name that ends in .html")
+_PAGE = Check(lambda name: name.endswith(".html"), "a name that ends in .html", stored=expanded)
 _TIMED = Check(
     lambda value: 2 <= value <= MOST,
     f"2 or more, at most {MOST:,}: the first step of a process is not timed",

@@ -21,6 +21,7 @@ from runtime.core.documents import from_toml
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import read_file, write_atomic
 from runtime.core.lookalikes import Kind, instead
+from runtime.core.paths import output_path
 from runtime.core.units import format_bytes, format_seconds
 from runtime.run.results import Evaluation, Step, final_loss
 
@@ -92,6 +93,7 @@ def write_page(paths: Sequence[Path], output: Path) -> list[Run]:
         UsageError: a path holds no run, or is given twice.
         BundleError: a run's file is damaged.
     """
+    output_path(output)
     same = {path.resolve() for path in paths}
     if len(same) < len(paths):
         raise UsageError(f"a run is given twice: {', '.join(map(str, paths))}; give each once")
@@ -100,7 +102,7 @@ def write_page(paths: Sequence[Path], output: Path) -> list[Run]:
         read_run(path, name if names.count(name) == 1 else str(path))
         for path, name in zip(paths, names, strict=True)
     ]
-    write_atomic(output, to_html(runs).encode())
+    write_atomic(output.resolve(), to_html(runs).encode())  # a link stays
     return runs
 
 

@@ -12,13 +12,11 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TextIO
 
-from runtime.core.control_characters import escaped
+from runtime.core.control_characters import COLUMNS, shown
 from runtime.core.signals import surviving_hangup
 
 REDRAWN_S = 0.05  # a line of progress is drawn again no sooner
-COLUMNS = 80  # of prose, and of a terminal that does not say
 BAR = 10  # columns of a bar, where it fits
 _CLEAR = "\x1b[2K\r"
 
@@ -37,7 +35,7 @@ def out(text: str = "", end: str = "\n", *, is_data: bool = False, coloured: boo
     comes from elsewhere is escaped already.
     """
     _clear()
-    sys.stdout.write((text if coloured else _shown(text, sys.stdout, is_data)) + end)
+    sys.stdout.write((text if coloured else shown(text, sys.stdout, is_data)) + end)
     sys.stdout.flush()
 
 
@@ -45,7 +43,7 @@ def out(text: str = "", end: str = "\n", *, is_data: bool = False, coloured: boo
 def note(text: str, end: str = "\n") -> None:
     """Print a line on stderr, above the line of progress."""
     _clear()
-    sys.stderr.write(_shown(text, sys.stderr) + end)
+    sys.stderr.write(shown(text, sys.stderr) + end)
     sys.stderr.flush()
     _draw()
 
@@ -64,19 +62,6 @@ def progress(parts: Sequence[str] = (), share: float = 0.0) -> None:
         _clear()
     elif _Progress.drawn_at is None or time.monotonic() - _Progress.drawn_at >= REDRAWN_S:
         _draw()
-
-
-def folded(text: str) -> str:
-    """The text with lines in at most COLUMNS columns; words and paths stay whole."""
-    return "\n".join(line if len(line) <= COLUMNS else _folded(line) for line in text.split("\n"))
-
-
-def _folded(line: str) -> str:
-    from textwrap import TextWrapper
-
-    folding = TextWrapper(COLUMNS, break_on_hyphens=False, break_long_words=False)
-    folding.subsequent_indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
-    return folding.fill(line)
 
 
 def fitted(parts: Sequence[str], share: float, columns: int) -> str:
@@ -103,12 +88,6 @@ def _clear() -> None:
         sys.stderr.write(_CLEAR)
         sys.stderr.flush()
         _Progress.drawn_at = None
-
-
-def _shown(text: str, stream: TextIO, is_data: bool = False) -> str:
-    if not stream.isatty():
-        return text
-    return escaped(text) if is_data else folded(escaped(text))
 
 
 def _columns() -> int:

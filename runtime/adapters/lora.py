@@ -85,9 +85,9 @@ class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     def problem(self) -> str:
         """The problem with a value; empty if there is none."""
         if not 0 < self.rank <= MOST_RANK:
-            return f"rank is not in 1..{MOST_RANK}"
+            return f"rank is {self.rank}, not from 1 to {MOST_RANK}"
         if not 0 < self.alpha <= MOST_ALPHA:
-            return f"alpha is not in 0..{MOST_ALPHA:g}"
+            return f"alpha is {self.alpha:g}, not above 0 and at most {MOST_ALPHA:g}"
         if self.layers != ALL_LAYERS and self.layers < 1:
             return f"layers is {self.layers}, neither {ALL_LAYERS} nor 1 or more"
         if not 0 <= self.dropout < 1:
@@ -110,7 +110,8 @@ class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         if self.prefix:
             return f"a prefix of {self.prefix} keys and values in every layer"
         where = "all linear layers" if self.targets == ALL_LINEAR else ", ".join(self.targets)
-        last = "" if self.layers == ALL_LAYERS else f" of the last {self.layers} layers"
+        layers = "layer" if self.layers == 1 else f"{self.layers} layers"
+        last = "" if self.layers == ALL_LAYERS else f" of the last {layers}"
         drop = f", dropout {self.dropout:g}" if self.dropout else ""
         alpha = f"alpha {self.alpha:g}{' (rsLoRA)' if self.rslora else ''}"
         return f"rank {self.rank}, {alpha}, on {where}{last}{drop}"

@@ -138,6 +138,9 @@ def _rank(module: str, shapes: Mapping[str, Shape]) -> int:
     is_prefix = f"{module}.{KEYS}" in shapes
     parts, shared = ((KEYS, VALUES), 0) if is_prefix else ((A, B), 1)
     first, second = (shapes.get(f"{module}.{part}") for part in parts)
+    if first is None and second is None:
+        name = next(name for name in shapes if name.rpartition(".")[0] == module)
+        raise ValueError(f"it holds {name!r:.200}, which is no tensor of an adapter")
     if first is None or second is None:
         raise ValueError(f"{module} has only one of its two tensors")
     if len(first) != 2 or len(second) != 2 or first[shared] != second[0]:

@@ -35,7 +35,8 @@ from runtime.core.files import (
 from runtime.core.folder_writer import OLD, FolderWriter
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.paths import partial_folder, text_path
-from runtime.core.stripes import Stripes
+from runtime.core.stripes import STRIPE, Stripes
+from runtime.core.units import format_bytes
 
 if TYPE_CHECKING:
     from runtime.parallel.holders import Holders
@@ -277,9 +278,16 @@ def write_slices(bundle: Bundle, count: int, output: Path, force: bool = False) 
     Raises:
         BundleError: it is altered, or cannot be read.
         StorageError: a slice cannot be written.
-        UsageError: the bundle is a slice, or there is something in the place of one.
+        UsageError: the bundle is a slice or too small, or something is in the place of one.
     """
     bundle.require_whole()
+    nbytes = bundle.manifest.weights_nbytes
+    if count > (most := -(-nbytes // STRIPE)):
+        raise UsageError(
+            f"{bundle.path} has {format_bytes(nbytes)} of weights, which are divided in pieces of "
+            f"{format_bytes(STRIPE)}: of {count} slices {count - most} would have none; "
+            + (f"give --count {most} or fewer" if most > 1 else "it is too small to be cut")
+        )
     bundle.verify()
     slices = []
     for number in range(1, count + 1):

@@ -10,7 +10,8 @@ in it are relative to the working directory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
@@ -47,12 +48,23 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def expanded(path: str) -> str:
+    """A path with the user's folder for ~, which the shell leaves as it is in --output=~/run."""
+    if path != "~" and not path.startswith("~/"):
+        return path
+    with suppress(RuntimeError):  # the user has no folder
+        return str(Path(path).expanduser())
+    return path
+
+
 class Check(NamedTuple):
     """A condition on a field's value, and the words that describe it in messages."""
 
     allows: Callable[[Any], bool]
     wanted: str
     hint: Callable[[Any], str] = lambda value: ""  # the likely meaning of a wrong value
+    stored: Callable[[Any], Any] = lambda value: value  # an allowed value, with whole paths
+    in_a_run: Callable[[Any], bool] | None = None  # what runs may hold, if that is more
 
 
 def is_size(text: str) -> bool:
@@ -78,13 +90,27 @@ def _in_megabytes(text: str) -> str:
 
 MOST = 1_000_000_000  # of steps, rows, tokens, seconds: more is a slip
 MOST_TOKENS = 1 << 20  # of a row, as manifests have them
-COUNT = Check(lambda value: 1 <= value <= MOST, f"1 or more, at most {MOST:,}")
-NOT_NEGATIVE = Check(lambda value: 0 <= value <= MOST, f"0 or more, at most {MOST:,}")
+LEAST = 1e-9  # of a number that is not 0, and computes something else than 0 would
+COUNT = Check(
+    lambda value: 1 <= value <= MOST,
+    f"1 or more, at most {MOST:,}",
+    in_a_run=lambda value: value >= 1,
+)
+NOT_NEGATIVE = Check(
+    lambda value: value == 0 or LEAST <= value <= MOST,
+    f"0 or more, at most {MOST:,}",
+    lambda value: f"; below {LEAST:g} it would be 0" if 0 < value < LEAST else "",
+    in_a_run=lambda value: 0 <= value < math.inf,
+)
 SEED = Check(lambda value: value >= 0, "a whole number from 0 to 2^63 - 1")
 SMALLEST_PLAIN_BYTES = 1_000_000  # that a number without a unit can mean
 MOST_SHOWN = 100  # characters of a wrong value in a message
-FILLED = Check(lambda value: bool(value.strip()), "a name that is not empty")
-ALL_FILLED = Check(lambda names: all(map(str.strip, names)), "names that are not empty")
+FILLED = Check(lambda value: bool(value.strip()), "a name that is not empty", stored=expanded)
+ALL_FILLED = Check(
+    lambda names: all(map(str.strip, names)),
+    "names that are not empty",
+    stored=lambda names: tuple(map(expanded, names)),
+)
 SIZE = Check(is_size, "a size such as 300MB, 1.5GB or 512MiB", _in_megabytes)
 INCREASING = Check(
     lambda values: 0 < len(values) <= 64 and rise((0, *values, MOST_TOKENS + 1)),
@@ -98,9 +124,16 @@ def rise(values: Sequence[float]) -> bool:
 
 
 def between(least: float, most: float, usual: str, *, or_zero: bool = False) -> Check:
-    """The condition on a number that it has a size that computes something, or is 0."""
-    wanted = f"{'0, or ' * or_zero}from {least:g} to {most:,.12g}; {usual}"
-    return Check(lambda value: least <= value <= most or (or_zero and value == 0), wanted)
+    """The condition on a number that it has a size that computes something, or is 0.
+
+    or_zero: whether it may be 0, as it may where `least` is 0; then others are from LEAST on.
+    """
+    or_zero, least = or_zero or least == 0, least or LEAST
+    return Check(
+        lambda value: least <= value <= most or (or_zero and value == 0),
+        f"{'0, or ' * or_zero}from {least:g} to {most:,.12g}; {usual}",
+        in_a_run=lambda value: 0 <= value < (1 if most < 1 else math.inf),
+    )
 
 
 def up_to(most: int) -> Check:
@@ -163,13 +196,14 @@ class Config:
     """
 
     positional: ClassVar[str] = "bundle"  # the field that is given without a flag
+    is_of_a_run: ClassVar[bool] = False  # written before: today's bounds of input do not count
 
     def __post_init__(self) -> None:
         values = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(self).items()
         }
-        refuse(type(self), _problems(type(self), values))
+        refuse(type(self), _problems(type(self), values, given=() if self.is_of_a_run else values))
         vars(self).update(
             {setting.name: _normal(setting, values[setting.name]) for setting in fields(self)}
         )
@@ -203,7 +237,8 @@ def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
         if isinstance(value, str) and key in overrides:
             with suppress(ValueError):  # `_problems` reports it as a value of the wrong type
                 values[key] = type_of(known[key]).from_text(value)
-    refuse(cls, problems + _problems(cls, values))
+    given = overrides if cls.is_of_a_run else values
+    refuse(cls, problems + _problems(cls, values, given))
     return cls(**values)
 
 
@@ -218,10 +253,9 @@ def to_toml(config: Config) -> str:
 def refuse(cls: type[Config], problems: list[str]) -> None:
     """Raise one UsageError that lists `problems`, if there are any."""
     if problems:
-        command = cls.__name__.removesuffix("Config").lower()
-        raise UsageError(
-            "\n  ".join([f"ondevice {command} cannot run with these settings:", *problems])
-        )
+        command = f"ondevice {cls.__name__.removesuffix('Config').lower()}"
+        who = "the run" if cls.is_of_a_run else command
+        raise UsageError("\n  ".join([f"{who} cannot run with these settings:", *problems]))
 
 
 class FieldType(NamedTuple):
@@ -284,24 +318,16 @@ def _normal(setting: Field[Any], value: Any) -> Any:
     if setting.type in ("float", "float | None") and value is not None:
         return float(value)
     check = setting.metadata["check"]
-    if check is ALL_FILLED:
-        return tuple(map(expanded, value))
-    if check is FILLED and value is not None:
-        return expanded(value)
+    if check and value is not None:
+        value = check.stored(value)
     return tuple(value) if isinstance(value, list) else value
 
 
-def expanded(path: str) -> str:
-    """A path with the user's folder for ~/, which the shell leaves as it is in --output=~/run."""
-    if not path.startswith("~/"):
-        return path
-    with suppress(RuntimeError):  # the user has no folder
-        return str(Path(path).expanduser())
-    return path
+def _problems(cls: type[Config], values: dict[str, Any], given: Container[str]) -> list[str]:
+    """Messages for values that are missing or not allowed; all keys are known.
 
-
-def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
-    """Messages for values that are missing or not allowed; all keys are known."""
+    Those that are not `given` are of a run.
+    """
     problems = []
     for setting in fields(cls):
         value, check = values.get(setting.name, setting.default), setting.metadata["check"]
@@ -315,7 +341,7 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
             if _too_long(value):
                 wanted = f"{wanted} of at most 64 bits, with its sign"
             problems.append(f"{setting.name} is {_shortened(value)}; it must be {wanted}{meant}")
-        elif check and value is not None and not check.allows(value):
+        elif check and value is not None and not _allows(check, value, setting.name in given):
             from runtime.config.suggestions import value_meant  # training need not hold its tables
 
             meant = check.hint(value) or value_meant(setting.name, value)
@@ -328,6 +354,10 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
                 "path, rename the file, or the folder that is named so"
             )
     return problems
+
+
+def _allows(check: Check, value: Any, is_given: bool) -> bool:
+    return (check.in_a_run if check.in_a_run and not is_given else check.allows)(value)
 
 
 def _is_choice(setting: Field[Any]) -> bool:

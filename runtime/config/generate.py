@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
 
-from runtime.config.base import COUNT, NOT_NEGATIVE, SEED, Check, Group, between, option, refuse
+from runtime.config.base import (
+    COUNT,
+    LEAST,
+    NOT_NEGATIVE,
+    SEED,
+    Group,
+    between,
+    option,
+    refuse,
+)
 from runtime.config.shared import BudgetOptions, adapter_field, bundle_field, device_field
 
-_SHARE = Check(lambda value: 0 < value <= 1, "a number above 0, at most 1")
-_PART = Check(lambda value: 0 <= value <= 1, "a number from 0 to 1")
+_SHARE = between(LEAST, 1, "usual are 0.9 to 1")
+_PART = between(0, 1, "usual are 0 to 0.1")
 _WARM = between(0, 100, "usual are 0.5 to 1")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from runtime.config.base import Check, Group, option
+from runtime.config.base import Check, Group, expanded, option
 
 MOST_WORKERS = 1024
 FOLDER, JOIN = "folder", "join"
@@ -39,6 +39,11 @@ def shared_folder(text: str | None) -> tuple[str, str] | None:
     return (word, path) if word in (FOLDER, JOIN) and path else None
 
 
+def _with_whole_path(text: str) -> str:
+    shared = shared_folder(text)
+    return text if shared is None else f"{shared[0]}={expanded(shared[1])}"
+
+
 def parallel_field(
     *names: str, processes: str = "that mpirun has started", folder: bool = False
 ) -> Any:
@@ -56,6 +61,7 @@ def parallel_field(
         Check(
             lambda text: _is_grid(text, names) or (folder and shared_folder(text) is not None),
             f"numbers of workers such as {example}" + (f", or {FOLDER}=DIR" if folder else ""),
+            stored=_with_whole_path,
         ),
         Group.MEMORY,
         metavar=",".join(f"{name}=N" for name in names) + (f"|{FOLDER}=DIR" if folder else ""),

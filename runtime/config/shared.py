@@ -16,6 +16,7 @@ from runtime.config.base import (
     Group,
     between,
     choice,
+    expanded,
     option,
     refuse,
     required,
@@ -129,6 +130,7 @@ _SHARE = Check(lambda text: _can(share_of, text), "a share such as 5%, above 0% 
 _MIX = Check(
     lambda text: _can(mix_of, text),
     "data and a share below 100%, such as general.jsonl:10%",
+    stored=expanded,
 )
 
 

@@ -250,6 +250,13 @@ class TrainConfig(StepConfig, DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunConfig(TrainConfig):
+    """The options that a run was trained with, by this version or another."""
+
+    is_of_a_run: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig(StepConfig):
     """The options of `ondevice plan`, which shows how training would use a memory budget."""
 

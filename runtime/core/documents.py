@@ -86,6 +86,10 @@ def _parsed(parse: Any, text: str | bytes) -> Any:
         value = parse(text)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
+    except ValueError as problem:
+        if "integer string conversion" in str(problem):
+            raise ValueError("it has a whole number of more than 4,300 digits") from None
+        raise
     if is_deeper(value, MOST_DEPTH):
         raise ValueError(_TOO_DEEP)
     return value

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from runtime.core.errors import StorageError, UsageError
 from runtime.core.files import flush_path, free_bytes, storage_errors
-from runtime.core.paths import partial_folder, text_path
+from runtime.core.paths import output_path, partial_folder
 from runtime.core.units import format_bytes
 
 NEW, OLD = "new", "old"  # unfinished output, and the output that it replaces
@@ -46,7 +46,7 @@ class FolderWriter:
         noun: str,
         belongs: Callable[[Path], bool],
     ) -> None:
-        self.destination = text_path(destination)
+        self.destination = output_path(destination)
         self._belongs = belongs
         self.force, self.marker, self.noun = force, marker, noun
         self.place = partial_folder(destination)
@@ -104,10 +104,12 @@ class FolderWriter:
         self._refuse_existing()
         if not os.path.lexists(self.destination):
             return
-        whole = not self.destination.is_symlink() and (
-            self._is_ours(self.destination) or self._is_empty_folder(self.destination)
-        )
-        if not whole:
+        if self.destination.is_symlink():
+            raise UsageError(
+                f"{self.destination} is a link, which is not replaced: give the path to which it "
+                f"leads, {self.destination.resolve()}"
+            )
+        if not self._is_ours(self.destination) and not self._is_empty_folder(self.destination):
             raise UsageError(f"{self.destination} is not a {self.noun}; it is not replaced")
         if others := self._others():
             first = ", ".join(others[:3])

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 from runtime.core.errors import StorageError, UsageError
+from runtime.core.files import storage_errors
+
+OF_BUNDLES = ("manifest.json", "weights.bin", "graphs")  # what every bundle has
 
 
 def text_path(path: str | Path) -> Path:
@@ -26,6 +29,34 @@ def text_path(path: str | Path) -> Path:
             "written to a run's config.toml; rename the file, or the folder that is named so"
         ) from None
     return Path(path)
+
+
+def output_path(path: str | Path) -> Path:
+    """`path` itself, as `text_path`, if something may be written there.
+
+    Raises:
+        UsageError: it is a link to nothing, or lies in a bundle, of which every file is known.
+        StorageError: there can be no such path.
+    """
+    path = text_path(path)
+    with storage_errors(path):
+        leads_nowhere = path.is_symlink() and not path.exists()
+        bundles = [folder for folder in Path(os.path.realpath(path)).parents if _is_bundle(folder)]
+    if leads_nowhere:
+        raise UsageError(
+            f"{path} is a link to {path.readlink()}, where nothing is; remove the link, or "
+            "choose another --output"
+        )
+    if bundles:
+        raise UsageError(
+            f"{path} lies in the bundle {bundles[0]}, into which nothing else is written; choose "
+            "another --output"
+        )
+    return path
+
+
+def _is_bundle(folder: Path) -> bool:
+    return all((folder / name).exists() for name in OF_BUNDLES)
 
 
 def partial_folder(destination: Path) -> Path:

@@ -185,6 +185,11 @@ def _example(row: Record, has_template: bool) -> tuple[str, Example]:
             "it has a chosen and a rejected answer, and pairs are not trained on; write the chosen "
             "one as an example, as by --columns completion=chosen or --columns messages=chosen"
         )
+    if "preferred_output" in row and "non_preferred_output" in row:
+        raise ValueError(
+            "it has a preferred and another answer, and pairs are not trained on; write its input "
+            "and the preferred one as messages"
+        )
     raise ValueError(f"{EXPECTED}; it has {_shown(row)}")
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import get_type_hints
@@ -68,6 +68,10 @@ def call(
         name = signal.Signals(-done.returncode).name
         under = "" if limits is None else f"; it may take {limits.describe()}"
         first = said.splitlines()[0] if said else last
+        if done.returncode == -signal.SIGKILL:
+            under += (
+                "; the system does so where memory is short: raise its limit (of the container)"
+            )
         raise failure(f"{task} was ended by {name}{under}: {first}")
     if done.returncode:
         raise failure(f"{task} failed with status {done.returncode}: {last}")
@@ -76,6 +80,8 @@ def call(
 
 def main(words: list[str] | None = None) -> int:
     """Do what `call` asks for; complaints go to stderr. Returns the exit code."""
+    with suppress(OSError):  # where memory is short the kernel ends this process, not its caller
+        Path("/proc/self/oom_score_adj").write_text("1000")
     (function,) = sys.argv[1:] if words is None else words
     module, _, name = function.rpartition(".")
     called = getattr(import_module(module), name)

@@ -79,6 +79,8 @@ def encoding_of(file: Path, say: Note = silent) -> str:
     head = _checked_head(file)[:_TEXT_BYTES]
     if head.startswith(_PARQUET) and _last_bytes(file) == _PARQUET:
         raise DataError(f"{file} is a Parquet file; name it .parquet")
+    if _is_page(head):
+        say("a web page, of which its markup is learnt too")
     for mark, encoding in _BYTE_ORDER_MARKS.items():
         if head.startswith(mark):
             say(f"in {encoding.upper()}")
@@ -105,12 +107,16 @@ def _checked_head(file: Path) -> bytes:
             raise DataError(f"{file} is {kind}; {way_out}")
     if head[257:262] == b"ustar":
         raise DataError(f"{file} is an archive (tar); {_UNPACK}")
-    if suffix_of(file) != TEXT and head.lstrip().lower().startswith(_PAGES):
+    if suffix_of(file) != TEXT and _is_page(head):
         raise DataError(
             f"{file} is a web page, as a download gives where one must sign in; fetch the data "
             "themselves"
         )
     return head
+
+
+def _is_page(head: bytes) -> bool:
+    return head.lstrip().lower().startswith(_PAGES)
 
 
 def not_text(file: Path, encoding: str, error: UnicodeError) -> DataError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,29 +84,37 @@ def split_file(data: str | Path, split: str) -> Path | None:
         raise DataError(
             f"no data at {path}; give {DATA_FILE}, a folder, {HUB_DATA}, or random:SEED"
         )
-    files = [
-        file
-        for file in sorted(path.iterdir())
-        if file.stem in NAMES[split] and suffix_of(file) in DATA_SUFFIXES and file.is_file()
-    ]
-    if len(files) > 1:
+    files = _files_of(path, NAMES[split])
+    if same := [file.name for file in files if file.stem == files[0].stem][1:]:
         raise DataError(
-            f"{path} has {' and '.join(file.name for file in files)}; keep one, or name the file"
+            f"{path} has {' and '.join([files[0].name, *same])}; keep one, or name the file"
         )
     return files[0] if files else None
 
 
+def _files_of(folder: Path, names: Sequence[str]) -> list[Path]:
+    """A folder's files of data with these names, those with the first name first."""
+    files = [file for file in _data_files(folder) if file.stem in names]
+    return sorted(files, key=lambda file: names.index(file.stem))
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return [
+        file
+        for file in sorted(folder.iterdir())
+        if suffix_of(file) in DATA_SUFFIXES and file.is_file()
+    ]
+
+
 def beside_splits(folder: Path) -> tuple[str, ...]:
-    """The names of a folder's files of data that are none of its splits."""
-    known = {name for names in NAMES.values() for name in names}
+    """The names of a folder's files of data that are not read as one of its splits."""
+    read = {file for names in NAMES.values() for file in _files_of(folder, names)[:1]}
     return tuple(
         file.name
-        for file in sorted(folder.iterdir())
-        if file.stem not in known
+        for file in _data_files(folder)
+        if file not in read
         and file.name not in DESCRIBING
         and file.stem.lower() not in READ_BY_PEOPLE
-        and suffix_of(file) in DATA_SUFFIXES
-        and file.is_file()
     )
 
 

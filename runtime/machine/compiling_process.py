@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from contextlib import suppress
 from pathlib import Path
 from struct import pack_into
 from struct import unpack_from as unpack
@@ -20,6 +21,8 @@ RELATIVE = (2, 4)  # R_X86_64_PC32 and PLT32, of x86-64
 
 def main(source: str, *targets: str) -> None:
     """Compile the texts of a file, which zero bytes separate, each into one of the targets."""
+    with suppress(OSError):  # where memory is short the kernel ends this process, not training
+        Path("/proc/self/oom_score_adj").write_text("1000")
     import llvmlite.binding as llvm
 
     if (version := llvm.llvm_version_info[0]) < OLDEST:

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from runtime.core.errors import StorageError, UsageError
+from runtime.core.errors import BudgetError, StorageError, UsageError
 from runtime.core.files import storage_errors
 from runtime.core.paths import cache_folder, is_mine
 from runtime.core.version import installed_version
@@ -35,7 +35,7 @@ Function = Any
 """It takes addresses and 64-bit integers, returns nothing, and has its own `address`."""
 INSTALL = "pip install --force-reinstall llvmlite"
 DIGEST_BYTES = 32
-LLVM_MB = 90  # of the compiling process, as measured
+LLVM_MB = 21  # of the compiling process, as measured, and 70 MB of pages that may be dropped
 _own: dict[str, bytes] = {}  # code that the cache folder does not keep, by its name there
 _refusals: list[str] = []  # why it does not
 
@@ -117,7 +117,11 @@ def _compiled(source: IO[bytes], count: int) -> list[bytes]:
 
 
 def _run(files: Sequence[IO[bytes]], said: IO[bytes]) -> str:
-    """Run the compiling process; returns why it was not started or not run to its end, if so."""
+    """Run the compiling process; returns why it was not started or not run to its end, if so.
+
+    Raises:
+        BudgetError: the system has ended it by SIGKILL.
+    """
     if not sys.executable:
         return "this Python does not know its own program"
     places = [f"/proc/self/fd/{file.fileno()}" for file in files]
@@ -129,9 +133,15 @@ def _run(files: Sequence[IO[bytes]], said: IO[bytes]) -> str:
         return f"{sys.executable}: {problem.strerror}"
     with suppress(ChildProcessError):  # it has ended, and the system keeps no status
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        if code == -signal.SIGKILL:
+            raise BudgetError(
+                "the system has ended the process that compiles code for this processor, as where "
+                f"memory is short: it takes {LLVM_MB} MB beside this one; raise the memory limit "
+                "(of the container or control group) until a training has begun: the code stays in "
+                f"{_folder()}"
+            )
         if code < 0:
-            name = signal.Signals(-code).name
-            return f"{name} ended it, as where memory is short: it takes about {LLVM_MB} MB"
+            return f"{signal.Signals(-code).name} ended it"
     return ""
 
 

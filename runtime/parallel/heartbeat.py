@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from runtime.core.control_characters import shown
 from runtime.parallel.watch import leave_launcher
 
 BEAT_S, SILENT_BEATS = 1.0, 10
@@ -213,7 +214,8 @@ class Heartbeat:
     def _say(self, more: str) -> None:
         """Show the loss, at once where `mpirun` may kill this process before its work has ended."""
         assert self.loss is not None
-        print(f"ondevice: {self._describe(self.loss)}; {more}", file=sys.stderr, flush=True)
+        said = shown(f"ondevice: {self._describe(self.loss)}; {more}", sys.stderr)
+        print(said, file=sys.stderr, flush=True)
 
     def _send(self, kind: bytes, loss: Loss | None = None) -> None:
         text = b"" if loss is None else loss.text.encode()

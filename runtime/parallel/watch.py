@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from runtime.core.control_characters import shown
 from runtime.parallel.launch import host_name, launched
 
 START_S, END_S = 20.0, 20.0  # in which all processes must have begun and met, and end together
@@ -47,7 +48,7 @@ def watch(seconds: float, waits_for: str) -> Callable[[], None]:
         if not select.select([reader], [], [], seconds)[0]:  # closed where the process goes on
             who = f"rank {launched().rank} on {host_name()}"
             said = f"{who} has waited {seconds:.0f} s for the other processes to {waits_for}"
-            os.write(2, f"ondevice: {said}\n".encode())
+            os.write(2, shown(f"ondevice: {said}\n", sys.stderr).encode())
             os.kill(waiting, signal.SIGKILL)
             end_launcher(started_by)
         os._exit(0)

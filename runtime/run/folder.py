@@ -32,7 +32,7 @@ from runtime.config.base import read_values
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import flush_path, read_file, storage_errors, write_atomic
-from runtime.core.paths import text_path
+from runtime.core.paths import output_path, text_path
 from runtime.core.version import __version__, of_another_version
 from runtime.data.hub import FOLDER
 from runtime.data.run_rows import is_tokens
@@ -105,6 +105,7 @@ class RunFolder:
         flush_path(self.path)
 
     def _check_free(self) -> None:
+        output_path(self.path)
         if (self.path / CONFIG).exists():
             raise UsageError(
                 f"{self.path} holds a run already; go on with it (ondevice train --resume "

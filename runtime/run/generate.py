@@ -226,7 +226,20 @@ class Prompts:
             )
         if table is not None:
             self._encoder = self._read(table)
+            self._warn_of_no_end(prompt)
         return prompt
+
+    def _warn_of_no_end(self, prompt: Prompt) -> None:
+        """Warn where all tokens that end an answer are beyond those that the model embeds."""
+        embedded = self.bundle.manifest.vocab_size
+        if prompt.ends and min(prompt.ends) >= embedded:
+            self._note(
+                warning(
+                    f"an answer ends at token {' or '.join(map(str, sorted(prompt.ends)))}, and "
+                    f"the model embeds {embedded}: each goes on up to --max-tokens; correct "
+                    "eos_token_id in the checkpoint, or resize its embedding, and export again"
+                )
+            )
 
     def _warn_of(self, unknown: list[str]) -> None:
         """Warn of characters of a prompt, once of each."""

@@ -13,11 +13,11 @@ import msgspec
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.config.base import load
-from runtime.config.train import TrainConfig
+from runtime.config.train import RunConfig, TrainConfig
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors
 from runtime.core.lookalikes import Kind, instead
-from runtime.core.paths import text_path
+from runtime.core.paths import output_path
 from runtime.machine.backend import OF_PRODUCTS, arithmetic, use_device
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.run_weights import open_weights, write_trained
@@ -66,7 +66,7 @@ def replay(
         BundleError: the trajectory does not belong to the bundle or to the initial adapters.
         StorageError: the adapter cannot be written, since the run is read-only, say.
     """
-    text_path(output)
+    output_path(output)
     if output.resolve() == run.resolve():
         raise UsageError(f"{output} is the run itself: its adapters would be overwritten")
     if why := instead(run, Kind.RUN):
@@ -78,7 +78,7 @@ def replay(
     folder = RunFolder(run)
     folder.check(CONFIG)
     header, updates = read_log(run / TRAJECTORY)
-    config = load(TrainConfig, run / CONFIG, {})
+    config = load(RunConfig, run / CONFIG, {})
     opened = open_verified(bundle or config.bundle)
     of_weights = header.more.keys() >= {*FullWeights.log_fields}
     if of_weights:

@@ -12,7 +12,7 @@ import msgspec
 
 from runtime.config.base import load, to_toml
 from runtime.config.shared import DataOptions, StepConfig
-from runtime.config.train import NO_DATA, TrainConfig
+from runtime.config.train import NO_DATA, RunConfig, TrainConfig
 from runtime.data.run_rows import MIX, TOKENS, open_run_rows
 from runtime.data.samples import Samples
 from runtime.machine.footprint import Meter
@@ -67,7 +67,7 @@ def worker(path: Path, own: Mapping[str, Any], team: Team) -> Iterator[Trainer]:
     folder = WorkerFolder(path)
     with folder.locked():
         folder.saves.folder.mkdir(exist_ok=True)
-        config = load(TrainConfig, path / CONFIG, {})
+        config = load(RunConfig, path / CONFIG, {})
         config = replace(config, **_received(config, path), **own, output=str(path))
         save = folder.saves.latest()
         state = None if save is None else folder.check_save(save)
@@ -102,7 +102,7 @@ def invite(opened: Opened) -> None:
     names = {setting.name for options in (StepConfig, DataOptions) for setting in fields(options)}
     settings = {name: getattr(config, name) for name in (*names, *OF_STEPS)}
     settings |= {"bundle": "bundle", "adapter": ADAPTER if config.adapter else None}
-    plain = TrainConfig(**settings, also_evaluate=(NO_DATA,))
+    plain = type(config)(**settings, also_evaluate=(NO_DATA,))
     least = {"limit_bytes": None, "minimum_bytes": session.plan.predicted_peak_bytes}
     files: dict[str, Path | bytes] = {
         CONFIG: to_toml(plain).encode(),

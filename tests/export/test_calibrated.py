@@ -139,6 +139,15 @@ def test_what_cannot_be_measured_is_said_and_costs_no_bundle(
     assert "1 MB < 2 MB" in note and "--no-quality" in note
 
 
+def test_a_reason_names_no_unfinished_folder(tmp_path: Path, folder: Path) -> None:
+    notes: list[str] = []
+    (folder / "tokenizer.json").unlink()
+    engine = partial(ExportEngine, Meter(), BUDGET, no_progress, notes.append)
+    export_bundle(settings(folder, tmp_path / "out"), no_progress, engine)
+    assert any("not measured: the bundle has no tokenizer" in note for note in notes), notes
+    assert not any(".partial" in note for note in notes)
+
+
 def test_few_data_are_said(tmp_path: Path, folder: Path) -> None:
     notes: list[str] = []
     few = tmp_path / "few.txt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,11 @@ from runtime.config.arguments import given
 from runtime.config.base import flag
 from runtime.config.parallel import JOIN, shared_folder
 from runtime.config.train import CHANGEABLE, OF_JOINING, PlanConfig, ReplayConfig, TrainConfig
-from runtime.core.errors import BundleError, UsageError
+from runtime.core.errors import BundleError, DataError, UsageError
 from runtime.parallel.launch import speaks
 
 if TYPE_CHECKING:
+    from runtime.data.report import DataReport
     from runtime.plan.plan import Plan
 
 
@@ -51,7 +53,7 @@ def run_data(arguments: argparse.Namespace) -> None:
     if arguments.json:
         facts = {"data": overview.reports, "buckets": buckets, "recommended": first.recommended()}
         print_json({**facts, "packing": overview.packing, "row": overview.row})
-        return
+        return _check_kept(overview.reports)
     for name, report in overview.reports.items():
         out(f"{name}: {report.describe(buckets)}\n")
     for text in bundle.manifest.warnings:
@@ -64,6 +66,16 @@ def run_data(arguments: argparse.Namespace) -> None:
         text, means = marked(overview.row, colours)
         out(f"\nrow {config.row}, with what is scored {means}:\n", coloured=colours)
         out(text, is_data=True, coloured=colours)
+    _check_kept(overview.reports)
+
+
+def _check_kept(reports: Mapping[str, DataReport]) -> None:
+    """Raise DataError where a split that training reads has no row."""
+    for name, report in reports.items():
+        if not report.kept and (report is next(iter(reports.values())) or name == "valid"):
+            raise DataError(
+                f"{report.source} leaves no row for {name}, of {report.read} that were read"
+            )
 
 
 def run_train(arguments: argparse.Namespace) -> None:

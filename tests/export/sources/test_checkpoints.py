@@ -326,10 +326,13 @@ def test_quantized_parts_must_agree(tmp_path: Path) -> None:
     stored = dict(zip(("weight", "scales", "biases"), packed, strict=True))
     arrays |= {f"{base}.{part}": np.array(array) for part, array in stored.items()}
     folder = write_folder(tmp_path / "m", config, arrays)
-    with pytest.raises(BundleError, match=r"groups of 64 imply \(192, 2\)"):
+    with pytest.raises(BundleError, match=r"groups of 64 imply \(192, 2\): config.json is"):
         open_checkpoint(str(folder))
     del arrays[f"{base}.biases"]
     with pytest.raises(BundleError, match="biases is missing"):
+        open_checkpoint(str(write_folder(folder, config, arrays)))
+    del arrays[f"{base}.scales"]
+    with pytest.raises(BundleError, match=rf"\(U32\) without {base}.scales; the download"):
         open_checkpoint(str(write_folder(folder, config, arrays)))
 
 
@@ -668,7 +671,7 @@ def test_tensors_beside_the_language_model_are_named(tmp_path: Path) -> None:
     more = {"score.weight": ZEROS, "mtp.layers.0.weight": ZEROS}
     with open_checkpoint(str(write_folder(tmp_path / "m", config, {**arrays, **more}))) as read:
         (warning,) = read.warnings
-        assert "2 tensors outside the language model are not used: " in warning
+        assert "read without 2 tensors outside the language model: " in warning
         assert "score.weight" in warning
     twice = {**arrays, **prefixed("language_model.", arrays)}
     with pytest.raises(BundleError, match=r"are both .*; it holds two models"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,8 +17,9 @@ from support.text_bundle import text_bundle
 from harness.report.table import Table
 from ondevice.cli.commands import COMMANDS
 from ondevice.cli.describe import describe_plan
-from ondevice.cli.screen import COLUMNS, folded
+from runtime.core.control_characters import COLUMNS, folded
 from runtime.machine.machine import Machine
+from runtime.parallel.heartbeat import Heartbeat
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 ROWS = "".join(
@@ -109,6 +113,18 @@ def test_plans_of_every_machine_fit(tiny: Tiny, machine: Machine, method: str) -
         assert not too_long(folded(describe_plan(plan, per_block=True)))
         large = {**plan, "limit_bytes": 10**15, "chunk_rows": 10**9, "slice_columns": 10**6}
         assert not too_long(folded(describe_plan(large)))
+
+
+def test_a_lost_process_is_said_in_lines_that_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its thread ends the process, so it writes on the terminal itself."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    lost = SimpleNamespace(loss=1, _describe=lambda loss: 30 * "word ")
+    Heartbeat._say(cast(Any, lost), "what was saved is whole")
+    said = terminal.getvalue()
+    assert not too_long(said) and len(said.splitlines()) == 3
 
 
 def test_words_stay_whole_where_lines_are_folded() -> None:

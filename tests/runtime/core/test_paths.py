@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 from support.files import listing
+from support.runs import here, refuses, succeeds, train_arguments
 
 from ondevice.cli.main import main
 from runtime.bundle.store import Bundle
@@ -98,3 +100,47 @@ def test_commands_refuse_paths_that_are_no_text(
     said = capsys.readouterr().err
     assert NAMED in said and "not valid UTF-8" in said
     assert listing(tmp_path) == before
+
+
+WRITING = {
+    "train": ["train", "BUNDLE", "--data", "random:0", "--steps", "1"],
+    "export": ["export", "random:tiny-llama", "--seq-lens", "16", "--force"],
+    "compare": [
+        "compare",
+        "BUNDLE",
+        "--data",
+        "random:0",
+        "--eval-data",
+        "random:1",
+        "--steps",
+        "1",
+    ],
+    "report": ["report", "RUN"],
+}
+
+
+@pytest.mark.parametrize("command", WRITING)
+def test_outputs_are_no_link_to_nothing_and_lie_in_no_bundle(
+    origin: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bundle = shutil.copytree(origin.path, "bundle")
+    Path("within").symlink_to("bundle")
+    Path("link.html").symlink_to("nowhere")
+    before = listing(tmp_path)
+    words = [word.replace("BUNDLE", str(bundle)) for word in WRITING[command]]
+    refuses(2, "link.html is a link to nowhere, where nothing is", *words, "-o", "link.html")
+    for place in ("bundle/graphs/out.html", "within/out.html"):
+        refuses(2, f"{place} lies in the bundle", *words, "-o", place)
+    assert listing(tmp_path) == before
+
+
+def test_a_page_is_written_where_a_link_leads(
+    origin: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    succeeds(*train_arguments(origin.path, tmp_path / "run", 1, max_seq_length=16), by=here)
+    Path("page.html").write_text("the old one")
+    Path("link.html").symlink_to("page.html")
+    succeeds("report", "run", "-o", "link.html", by=here)
+    assert Path("link.html").is_symlink() and "<html" in Path("page.html").read_text()

@@ -267,7 +267,8 @@ def test_a_broken_file_is_refused_by_its_cause(
 def test_a_web_page_may_be_text(bundle: Path) -> None:
     file = bundle.parent / "page.txt"
     file.write_text("<html>a")
-    assert len(tokenize(bundle, file, 8, bundle.parent / "out")) == 1
+    rows = tokenize(bundle, file, 8, bundle.parent / "out")
+    assert len(rows) == 1 and "plain text, a web page, of which its markup" in str(rows.report)
 
 
 def test_a_table_that_begins_as_parquet_does_is_read(tmp_path: Path) -> None:
@@ -283,16 +284,20 @@ def test_a_folder_s_files_that_are_no_split_are_named(bundle: Path, tmp_path: Pa
         (tmp_path / "data" / name).write_text('{"text": "a"}')
     with pytest.raises(DataError, match=r"it has 'dataset_infos.json', 'notes.md', 'part-1.jsonl'"):
         prepare_tokens(bundle, tmp_path / "data", "train", 8, tmp_path / "out")
-    for name in ("train.jsonl", "eval.jsonl", "README.txt"):
+    for name in ("train.jsonl", "eval.jsonl", "dev.csv", "README.txt"):
         (tmp_path / "data" / name).write_text('{"text": "a"}')
     prepare_tokens(bundle, tmp_path / "data", "train", 8, tmp_path / "out")
     report = TokenRows(tmp_path / "out", VOCAB).report
     assert report is not None
     (warning,) = report.warnings
-    assert warning.endswith("data also has 'part-1.jsonl', of which nothing is read")
+    assert warning.endswith("data also has 'eval.jsonl', 'part-1.jsonl', of which nothing is read")
+    (tmp_path / "data" / "dev.csv").write_text("text\na\nb\n")
     prepare_tokens(bundle, tmp_path / "data", "valid", 8, tmp_path / "out")
     report = TokenRows(tmp_path / "out", VOCAB).report
-    assert report is not None and not report.warnings
+    assert report is not None and report.read == 2 and not report.warnings
+    (tmp_path / "data" / "dev.txt").write_text("a")
+    with pytest.raises(DataError, match=r"data has dev.csv and dev.txt; keep one, or name"):
+        prepare_tokens(bundle, tmp_path / "data", "valid", 8, tmp_path / "out")
     saved = tmp_path / "saved"
     saved.mkdir()
     (saved / "state.json").write_text("{}")
@@ -318,6 +323,7 @@ def test_a_list_in_python_s_notation_is_refused(bundle: Path) -> None:
             b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
             "a part that is not text .its type is 'image'.; models here read text, in parts as",
         ),
+        (b'{"text": "a", "id": ' + 5000 * b"9" + b"}", "line 1: it has a whole number of more tha"),
         (b'{"text": "a", "text": "b"}', "line 1: it has the key 'text' twice"),
         (b'{"text": "\xe9"}', "line 1: .*save the file in UTF-8"),
     ],

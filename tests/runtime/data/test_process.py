@@ -64,7 +64,7 @@ def test_arguments_and_results_are_as_they_were_given(
 
 
 def test_a_failure_says_how_the_process_ended(called: Call) -> None:
-    with pytest.raises(BundleError, match=r"^the work was ended by SIGKILL: it said nothing$"):
+    with pytest.raises(BundleError, match=r"SIGKILL; .* where memory is short: .*\): it said"):
         called("killed", failure=BundleError)
     with pytest.raises(DataError, match=r"^the work failed with status 1: ValueError: no number$"):
         called("wrong")

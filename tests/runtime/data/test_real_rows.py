@@ -236,6 +236,9 @@ def test_answers_that_are_labelled_false_are_dropped(bundle: Path) -> None:
 def test_pairs_are_refused_with_the_way_out(bundle: Path) -> None:
     with pytest.raises(DataError, match=r"pairs are not trained on.*--columns completion=chosen"):
         read(bundle, {"prompt": "a", "chosen": "b", "rejected": "c"})
+    openai = {"input": {"messages": ASKED}, "preferred_output": ANSWER, "non_preferred_output": []}
+    with pytest.raises(DataError, match="not trained on; write its input and the preferred one as"):
+        read(bundle, openai)
 
 
 def test_what_a_row_has_for_the_template(bundle: Path) -> None:

@@ -21,7 +21,7 @@ from runtime.arrays import (
     packed_rows,
     product_text,
 )
-from runtime.core.errors import UsageError
+from runtime.core.errors import BudgetError, UsageError
 from runtime.machine import compiling_process, machine_code
 from runtime.machine.machine_code import Text, compile_all, function, lacking, why_not_kept
 
@@ -164,18 +164,22 @@ def test_what_cannot_be_compiled_or_mapped_is_said(
 def test_a_process_that_does_not_compile_is_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    killed = tmp_path / "killed"
-    killed.write_text("#!/bin/sh\nkill -9 $$\n")
-    killed.chmod(0o755)
+    broken, killed = tmp_path / "broken", tmp_path / "killed"
+    for program, number in ((broken, signal.SIGTERM), (killed, signal.SIGKILL)):
+        program.write_text(f"#!/bin/sh\nkill -{int(number)} $$\n")
+        program.chmod(0o755)
     for program, reason in (
         ("", "does not know its own program"),
         ("/nowhere", "/nowhere: No such file"),
         ("/bin/true", "it said nothing"),
-        (str(killed), "SIGKILL ended it, as where memory is short"),
+        (str(broken), "SIGTERM ended it"),
     ):
         monkeypatch.setattr("sys.executable", program)
         with pytest.raises(UsageError, match=rf"cannot compile \(.*{reason}"):
             compile_all([TABLE.format(first=1)])
+    monkeypatch.setattr("sys.executable", str(killed))
+    with pytest.raises(BudgetError, match=r"memory is short: it takes .* the code stays in "):
+        compile_all([TABLE.format(first=1)])
 
 
 def is_a_file(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,12 +105,13 @@ def test_settings_follow_from_tensors_and_configuration(
         ({"peft_type": 7}, "its adapter is 7"),
         ({"something_new": 3}, "its something_new is 3; this is not supported"),
         ({"r": 4}, "has adapters of rank 3"),
-        ({"r": 0}, "rank is not in 1..4096"),
+        ({"r": 0}, "rank is 0, not from 1 to 4096"),
+        ({"lora_alpha": 0}, "alpha is 0, not above 0 and at most 1e+06"),
         ({"r": "3"}, "is damaged"),
         ({"lora_alpha": None}, "lora_alpha is None, not a number"),
         ({"lora_alpha": True}, "lora_alpha is True, not a number"),
         ({"lora_alpha": "16"}, "lora_alpha is '16', not a number"),
-        ({"lora_alpha": 1e400}, "alpha is not in"),
+        ({"lora_alpha": 1e400}, "alpha is inf, not"),
         ({"use_rslora": "yes"}, "is damaged"),
         ({"lora_dropout": 1.0}, "dropout is 1.0"),
     ],
@@ -289,3 +290,5 @@ def test_coverage_is_one_rank_on_the_same_modules(rng: Rng) -> None:
     shapes |= {f"{name}.lora_a": (16, rank + 1), f"{name}.lora_b": (rank + 1, 8)}
     with pytest.raises(ValueError, match=f"different ranks .*{rank}.*{rank + 1}"):
         coverage_of(shapes)
+    with pytest.raises(ValueError, match="it holds 'x', which is no tensor of an adapter"):
+        coverage_of({"x": (1,)})

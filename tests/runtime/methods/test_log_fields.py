@@ -104,7 +104,7 @@ def log_of(path: Path, fields: dict[str, Any], *lines: str) -> Path:
         ({"lora": {"rank": 0}}, "its LoRA"),
         (
             {"lora": {"rank": 0, "alpha": 1.0, "targets": "all-linear"}},
-            "its LoRA rank is not in 1..4096",
+            "its LoRA rank is 0, not from 1 to 4096",
         ),
         (
             {"optimizer": "adam", "window": 2, "hessian_smoothing": 0.1},

@@ -230,6 +230,8 @@ def test_the_splits_of_a_folder_are_shown(bundle: Bundle, tmp_path: Path) -> Non
     [
         ("none.jsonl", (), 4, "no data at "),
         ("rows.doc", (), 4, "is not a .txt, .jsonl"),
+        ("empty.csv", (), 4, "empty.csv leaves no row for train, of 0 that were read"),
+        ("empty.csv", ("--json",), 4, "empty.csv leaves no row for train, of 0 that were read"),
         ("rows.jsonl", ("--row=5",), 2, "there is no row 5: 1 are kept"),
         ("random:3", (), 2, "has no rows to show"),
     ],
@@ -239,6 +241,7 @@ def test_what_cannot_be_shown_is_refused(
 ) -> None:
     for name in ("rows.jsonl", "rows.doc"):
         write(tmp_path / name, [{"text": "abc"}])
+    (tmp_path / "empty.csv").write_text("text\n")
     path = data if data.startswith("random:") else tmp_path / data
     done = refuses(code, complaint, "data", path, f"--bundle={bundle.path}", *options)
     assert "Traceback" not in done.stderr

@@ -13,8 +13,8 @@ import pytest
 from support.bundles import copied, say, settings
 from support.checkpoints import weights_of, write_folder
 from support.generation import continued, generating, pieces
-from support.text_bundle import text_bundle
-from support.token_rows import BOS, ids, make_tokenizer, write_tokenizer
+from support.text_bundle import SPECIAL, text_bundle, text_checkpoint
+from support.token_rows import BOS, VOCAB, ids, make_tokenizer, write_tokenizer
 
 import ondevice
 from export.bundle import export_bundle
@@ -101,6 +101,18 @@ def test_ends_are_those_of_the_checkpoint(bundle: Bundle, tmp_path: Path) -> Non
         config = json.dumps({"eos_token_id": given})
         (folder / "tokenizer" / "generation_config.json").write_text(config)
         assert load_encoder(folder).ends == found
+
+
+def test_an_end_beyond_the_vocabulary_is_said(tmp_path: Path) -> None:
+    source = text_checkpoint(tmp_path / "model", TEMPLATE)
+    write_tokenizer(source, {**SPECIAL, "eos_token": None})
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": VOCAB}))
+    bundle = export_bundle(settings(source, tmp_path / "bundle"))
+    said: list[str] = []
+    config = ondevice.GenerateConfig(bundle=str(bundle.path), prompt="the", max_tokens=1)
+    deque(generate(config, said.append), maxlen=0)
+    told = f"an answer ends at token {VOCAB}, and the model embeds {VOCAB}: each goes on"
+    assert len([text for text in said if told in text]) == 1, said
 
 
 def test_a_sequence_is_no_longer_than_the_model_was_made_for(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
+import pytest
 from oracles.whole_model import relative_error
 from support.bundles import Tiny
 from support.cgroups import memory_group
@@ -14,6 +16,8 @@ from support.lengths import first_of
 from support.runs import ondevice, train_arguments
 
 from runtime.core.errors import BudgetError
+from runtime.core.paths import cache_folder
+from runtime.machine.machine_code import lacking
 from runtime.plan.limit import KERNEL_BYTES
 
 
@@ -34,19 +38,37 @@ def test_the_smallest_budget_fits_a_group_of_8_mb_more(
     plan = planned(bundle, method)
     words = {"method": method, "budget": plan["budget_bytes"]}
     limit_bytes = plan["predicted_peak_bytes"] + KERNEL_BYTES
+    fresh = {"env": dict(os.environ)}  # a fork has loaded more, and might take other tiles
+    # first, since it compiles code, which takes more memory than such a group leaves
+    done = ondevice(*train_arguments(bundle, tmp_path / "free", 2, **words), **fresh)
+    assert done.returncode == 0, done.stderr
     with memory_group(f"{os.getpid()}-{method}", limit_bytes) as group:
         done = group.run("-m", "ondevice", *train_arguments(bundle, tmp_path / "run", 2, **words))
         assert not group.killed, done.stderr
         assert done.returncode == 0, done.stderr
-    fresh = {"env": dict(os.environ)}  # a fork has loaded more, and might take other tiles
-    done = ondevice(*train_arguments(bundle, tmp_path / "free", 2, **words), **fresh)
-    assert done.returncode == 0, done.stderr
     # at the very limit a process that is a little larger takes other tiles
     limited, free = (
         mx.load(str(tmp_path / run / "adapters.safetensors")) for run in ("run", "free")
     )
     assert limited.keys() == free.keys()
     assert all(relative_error(limited[name], free[name]) < 1e-4 for name in free)
+
+
+@pytest.mark.skipif(bool(lacking()), reason="compiles code")
+def test_code_that_a_group_has_no_room_to_compile_is_said(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends the process that compiles, and not the one that says so."""
+    bundle = tiny("gemma3").path
+    left_out = shutil.ignore_patterns("code")
+    shutil.copytree(cache_folder(), tmp_path / "ondevice", ignore=left_out)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with memory_group(f"{os.getpid()}-code", 40_001_536) as group:
+        train = train_arguments(bundle, tmp_path / "run", 1, budget="32MB")
+        done = group.run("-m", "ondevice", *train)
+    assert done.returncode == BudgetError.exit_code, done.stderr
+    assert f"the code stays in {tmp_path / 'ondevice' / 'code'}" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_limit_below_the_budget_is_refused(tiny: Tiny, tmp_path: Path) -> None:

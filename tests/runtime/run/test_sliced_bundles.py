@@ -29,6 +29,7 @@ from export.bundle import export_bundle
 from runtime.bundle.manifest import block_range
 from runtime.bundle.store import WEIGHTS, open_bundle, write_slices
 from runtime.core.errors import BundleError, UsageError
+from runtime.core.stripes import STRIPE
 from runtime.data.tokenizer_files import TEMPLATES
 from runtime.parallel.exchange import Exchange
 from runtime.parallel.workers import Workers
@@ -135,6 +136,16 @@ def test_a_slice_has_all_files_of_the_tokenizer(tmp_path: Path) -> None:
         for name in whole.manifest.files:
             assert (part.path / name).read_bytes() == (whole.path / name).read_bytes()
     assert any(TEMPLATES in name for name in whole.manifest.files)
+
+
+def test_a_bundle_is_not_cut_into_slices_without_weights(bundle: Path, tmp_path: Path) -> None:
+    nbytes = open_bundle(bundle).manifest.weights_nbytes
+    most = -(-nbytes // STRIPE)
+    told = f"of {most + 1} slices 1 would have none; give --count {most} or fewer"
+    refuses(2, told, "slice", bundle, "-o", tmp_path, "--count", most + 1)
+    assert all(
+        each.manifest.held_nbytes for each in write_slices(open_bundle(bundle), most, tmp_path)
+    )
 
 
 def test_a_slice_alone_is_refused_or_shown(halves: list[Path], tmp_path: Path) -> None:
