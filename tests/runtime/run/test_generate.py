@@ -110,7 +110,7 @@ def test_an_end_beyond_the_vocabulary_is_said(tmp_path: Path) -> None:
     bundle = export_bundle(settings(source, tmp_path / "bundle"))
     said: list[str] = []
     config = ondevice.GenerateConfig(bundle=str(bundle.path), prompt="the", max_tokens=1)
-    deque(generate(config, said.append), maxlen=0)
+    deque(Generating(config, said.append), maxlen=0)
     told = f"an answer ends at token {VOCAB}, and the model embeds {VOCAB}: each goes on"
     assert len([text for text in said if told in text]) == 1, said
 
