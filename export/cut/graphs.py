@@ -66,14 +66,12 @@ class ElementwiseGraph:
 class CutGraph:
     """An elementwise graph as `cut_graph` returns it.
 
-    parameters: shapes of the small tensors that the graph takes, by name.  signature: equal for
-    equal computations.
+    parameters: shapes of the small tensors that the graph takes, by name.
     """
 
     operation: Elementwise
     graph: ElementwiseGraph
     parameters: dict[str, tuple[int, ...]]
-    signature: str
 
 
 def cut_graph(
@@ -157,7 +155,6 @@ def cut_graph(
         operation,
         ElementwiseGraph(operation, functions),
         {key[1:]: parameters[key[1:]] for key in constants},
-        "|".join(part.signature for part in traces.values()),
     )
 
 
