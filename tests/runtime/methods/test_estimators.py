@@ -98,13 +98,8 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
     same(adapters, rebuild(*read_log(tmp_path / "log"), initial))
 
 
-QUICK = {"adam", "hizoo"}  # the steps of all are those of the papers, see above
-
-
-@pytest.mark.parametrize(
-    "case",
-    [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in ORACLES],
-)
+@pytest.mark.slow  # the steps of all are those of the papers, see above
+@pytest.mark.parametrize("case", [*ORACLES])
 def test_it_learns_a_row(tiny: Tiny, case: str, tmp_path: Path) -> None:
     """Of a fixed case: no estimate from few directions lowers every loss within so few steps."""
     bundle, seed = tiny("qwen2"), 1
