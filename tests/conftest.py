@@ -17,6 +17,7 @@ from pathlib import Path
 
 from support import darwin
 
+os.fsync = os.fstat  # no test loses power, and disks take their time; fresh processes do flush
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # two workers on two cores; processes inherit it
 # hundreds of processes are started, and none should compile the program again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -47,6 +48,7 @@ from support.checkpoints import weights_of, write_folder  # noqa: E402
 from support.devices import arrays_of  # noqa: E402
 from support.layouts import LAYOUTS, relaid  # noqa: E402
 from support.models import BUCKETS  # noqa: E402
+from support.runs import measured  # noqa: E402
 from support.shared import Make, Shared, common_folder, once  # noqa: E402
 
 from export.bundle import export_bundle  # noqa: E402
@@ -218,6 +220,15 @@ def real_bundle(shared: Shared, real_gguf: Path) -> Path:
         export_bundle(ExportConfig(source=str(real_gguf), output=str(path), seq_lens=(32, 64)))
 
     return shared("real bundle", export)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of `ondevice` that the harness runs are forks, where a test is not about fresh ones.
+
+    See `support.forks`.
+    """
+    monkeypatch.setattr("harness.measure.command.run", measured)
 
 
 @pytest.fixture

@@ -58,14 +58,12 @@ class TracedFunction:
 class ElementwiseGraph:
     """An elementwise operation and its functions, by direction: "forward", "vjp", "decode".
 
-    parameters: shapes of the small tensors that it takes, by name.  signature: equal for equal
-    computations.
+    parameters: shapes of the small tensors that it takes, by name.
     """
 
     operation: Elementwise
     functions: dict[str, TracedFunction]
     parameters: dict[str, tuple[int, ...]]
-    signature: str
 
 
 def cut_graph(
@@ -149,7 +147,6 @@ def cut_graph(
         operation,
         functions,
         {key[1:]: parameters[key[1:]] for key in constants},
-        "|".join(part.signature for part in traces.values()),
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import singledispatchmethod
+from dataclasses import fields
+from functools import partial, singledispatchmethod
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -23,10 +24,10 @@ from export.cut.tape import (
     Tape,
 )
 from export.cut.taps import LayerTap, Position, Taps
+from export.cut.trace import trace
 from runtime.core.errors import BundleError
 from runtime.operations.attention import Attention
 from runtime.operations.convolution import Convolution
-from runtime.operations.elementwise import Elementwise
 from runtime.operations.embedding import Lookup
 from runtime.operations.experts import Experts
 from runtime.operations.gated_delta import GatedDelta
@@ -63,8 +64,46 @@ class LayerCutter:
         self.graphs: list[ElementwiseGraph] = []
         self.read: dict[str, tuple[int, ...]] = {}  # parameters that no graph reads
 
-    def cut(self) -> tuple[BlockType, list[ElementwiseGraph], str]:
-        """The layer as a block type, its graphs, and a signature: equal for equal layers."""
+    def signature(self) -> str:
+        """Equal for layers that are cut alike, and far quicker than cutting.
+
+        It says how the taps are called, and what the whole layer computes from all that they
+        return: graphs are parts of that.
+        """
+        layer, made = self.tap.layer, [call.output for call in self.calls]
+        own = dict(tree_flatten(layer.parameters()))
+        parameters = {f"@{name}": own[name] for name in self.parameters}
+
+        def whole(
+            x: mx.array, position: mx.array, *others: mx.array, placed: bool
+        ) -> list[mx.array]:
+            set_parameters(layer, dict(zip(parameters, others[len(made) :], strict=True)))
+            calls, out = self._run(x, others, position if placed else None)
+            return [*(array for call in calls for array in call.inputs), out]
+
+        x = mx.zeros(shape_at(self.values["x"], self.taps.probe))
+        inputs = [x, mx.array(0, mx.int32), *made, *parameters.values()]
+        traced = [
+            trace(partial(whole, placed=placed), inputs, differentiated=True).signature
+            for placed in (False, True)
+        ]
+        set_parameters(layer, parameters)
+        number: dict[int, int] = {}  # of each array, by its id
+        called: list[object] = []
+        for call in self.calls:
+            arrays = [number.setdefault(id(a), len(number)) for a in (*call.inputs, call.output)]
+            further = fields(call)[len(fields(Call)) :]
+            settings = [self._said(getattr(call, field.name)) for field in further]
+            called.append((type(call).__name__, call.name, arrays, settings))
+        facts = (self.window, getattr(layer, "source", None), self.tap.mask is None)
+        return repr((self.values, self.parameters, facts, called, traced))
+
+    def _said(self, setting: object) -> object:
+        """A setting of a call; of arrays, only which parameters they are."""
+        return self.names_of_own.get(id(setting)) if isinstance(setting, mx.array) else setting
+
+    def cut(self) -> tuple[BlockType, list[ElementwiseGraph]]:
+        """The layer as a block type, and its graphs."""
         if not self.calls:
             raise BundleError("a layer has no matrix products; such models are not supported")
         if self.tap.mask is None and not any(isinstance(call, _MIXERS) for call in self.calls):
@@ -82,15 +121,7 @@ class LayerCutter:
         parameters |= self.read
         operations = tuple(self.operations)
         block_type = BlockType(self.name, "x", end, self.values, parameters, operations)
-        return block_type, self.graphs, self._signature()
-
-    def _signature(self) -> str:
-        unnamed = [
-            replace(operation, graph="") if isinstance(operation, Elementwise) else operation
-            for operation in self.operations
-        ]
-        signatures = [graph.signature for graph in self.graphs]
-        return repr([*unnamed, *signatures, *sorted(self.values.items())])
+        return block_type, self.graphs
 
     def _run(
         self,

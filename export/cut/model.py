@@ -68,10 +68,10 @@ def _cut_model(family: str, config: dict[str, Any]) -> Cut:
     layers: list[Block] = []
     for index, layer in enumerate(taps.layers):
         name, hidden = f"layer{len(types)}", columns_of(ends.calls[index + 1].inputs[0])
-        block_type, graphs, signature = LayerCutter(taps, layer, windows[index], name, hidden).cut()
-        if signature not in types:
+        cutter = LayerCutter(taps, layer, windows[index], name, hidden)
+        if (signature := cutter.signature()) not in types:
             types[signature] = name
-            cut.block_types[name] = block_type
+            cut.block_types[name], graphs = cutter.cut()
             cut.graphs += graphs
         layers.append(Block(f"{taps.path}.{index}", types[signature]))
     cut.blocks[1:1] = layers

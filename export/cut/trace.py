@@ -10,38 +10,15 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from export.cut.workspace import Primitive, allocated_bytes, workspace_bytes
+from export.cut.workspace import allocated_bytes, workspace_bytes
 
 Function = Callable[..., list[mx.array]]
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Facts about a traced function; each list has one entry for each output.
-
-    Attributes:
-        depends: the positions of the inputs that the output depends on.
-        passes: the position of the input that the output is, unchanged; or None.
-        same: the position of the first output that is the same array; None if it is the first.
-        output_shapes: the output's shape.
-        signature: equal for equal computations: primitives, arguments, shapes and constants.
-        workspace_bytes: the peak of MLX's allocations for the graph, less its outputs.
-        allocated_bytes: all of MLX's allocations for the graph, less its outputs.
-    """
-
-    depends: tuple[frozenset[int], ...]
-    passes: tuple[int | None, ...]
-    same: tuple[int | None, ...]
-    output_shapes: tuple[tuple[int, ...], ...]
-    signature: str
-    workspace_bytes: int
-    allocated_bytes: int
 
 
 @contextmanager
@@ -99,10 +76,7 @@ def trace(function: Function, inputs: Sequence[mx.array], differentiated: bool =
     events: list[dict[str, Any]] = []
     with _tracing(differentiated):
         mx.export_function(events.append, function, *inputs)
-    graph = _RecordedGraph()
-    for event in _in_order(events):
-        graph.add(event)
-    return graph.facts()
+    return Trace(_in_order(events))
 
 
 def _in_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -127,62 +101,65 @@ def _in_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(ordered.values())
 
 
-class _RecordedGraph:
-    """A graph, from the events that `mx.export_function` reports, and the reach of its inputs."""
+class Trace:
+    """Facts about a traced function; of lists, each entry is of one output.
 
-    def __init__(self) -> None:
-        self.number: dict[str, int] = {}  # of each array, by its name, which differs between runs
-        self.position: dict[str, int] = {}  # of each input
-        self.depends: dict[str, frozenset[int]] = {}  # the positions of the inputs, by array
-        self.primitives: list[Primitive] = []
-        self.outputs: list[tuple[str, tuple[int, ...], Any]] = []
-        self.digest = hashlib.sha256()
+    Attributes:
+        depends: the positions of the inputs that the output depends on.
+        passes: the position of the input that the output is, unchanged; or None.
+        same: the position of the first output that is the same array; None if it is the first.
+        output_shapes: the output's shape.
+    """
 
-    def add(self, event: dict[str, Any]) -> None:
-        """Take an event."""
-        if event["type"] == "inputs":
-            for position, (name, shape, dtype) in enumerate(event["inputs"]):
-                self.position[name] = position
-                self._array(name, frozenset([position]))
-                self._note("input", shape, str(dtype))
-        elif event["type"] == "constants":
-            for name, value in event["constants"]:
-                self._array(name, frozenset())
-                self._note("constant", value.shape, str(value.dtype), value.tolist())
-        elif event["type"] == "outputs":
-            self.outputs = event["outputs"]
-        elif event["type"] == "primitive":
-            self._primitive(event)
+    def __init__(self, events: list[dict[str, Any]]) -> None:
+        """Of the events that `mx.export_function` reports."""
+        self._events = events
+        of_type = {event["type"]: event for event in events}
+        inputs, outputs = of_type["inputs"]["inputs"], of_type["outputs"]["outputs"]
+        self._primitives = [event for event in events if event["type"] == "primitive"]
+        self._names = names = [name for name, _, _ in outputs]
+        position = {name: at for at, (name, _, _) in enumerate(inputs)}
+        depends = {name: frozenset([at]) for name, at in position.items()}
+        constant: frozenset[int] = frozenset()
+        for primitive in self._primitives:
+            read = (depends.get(name, constant) for name, _, _ in primitive["inputs"])
+            reached = constant.union(*read)
+            depends.update((name, reached) for name, _, _ in primitive["outputs"])
+        self.depends = tuple(depends.get(name, constant) for name in names)
+        self.passes = tuple(position.get(name) for name in names)
+        self.same = tuple(_first_same(names))
+        self.output_shapes = tuple(tuple(shape) for _, shape, _ in outputs)
 
-    def _primitive(self, event: Primitive) -> None:
-        self.primitives.append(event)
-        sources = [name for name, _, _ in event["inputs"]]
-        depends = frozenset().union(*(self.depends[name] for name in sources))
-        for name, shape, dtype in event["outputs"]:
-            self._array(name, depends)
-            self._note(event["name"], event["arguments"], [self.number[s] for s in sources])
-            self._note(shape, str(dtype))
+    @cached_property
+    def signature(self) -> str:
+        """Equal for equal computations: primitives, arguments, shapes and constants."""
+        number: dict[str, int] = {}  # of each array, by its name, which differs between runs
+        parts: list[Any] = []
+        for event in self._events:
+            if event["type"] == "constants":
+                for name, value in event["constants"]:
+                    number[name] = len(number)
+                    parts.append((value.shape, str(value.dtype), value.tolist()))
+            elif event["type"] in ("inputs", "primitive"):
+                made = event["outputs" if event["type"] == "primitive" else "inputs"]
+                if event["type"] == "primitive":
+                    sources = [number[name] for name, _, _ in event["inputs"]]
+                    parts.append((event["name"], event["arguments"], sources))
+                for name, shape, dtype in made:
+                    number[name] = len(number)
+                    parts.append((shape, str(dtype)))
+        parts.append([number[name] for name in self._names])
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    def _array(self, name: str, depends: frozenset[int]) -> None:
-        self.number[name] = len(self.number)
-        self.depends[name] = depends
+    @cached_property
+    def workspace_bytes(self) -> int:
+        """The peak of MLX's allocations for the graph, less its outputs."""
+        return workspace_bytes(self._primitives, self._names)
 
-    def _note(self, *parts: Any) -> None:
-        self.digest.update(repr(parts).encode())
-
-    def facts(self) -> Trace:
-        """The facts about the graph, after its last event."""
-        names = [name for name, _, _ in self.outputs]
-        self._note("outputs", [self.number[name] for name in names])
-        return Trace(
-            depends=tuple(self.depends[name] for name in names),
-            passes=tuple(self.position.get(name) for name in names),
-            same=tuple(_first_same(names)),
-            output_shapes=tuple(tuple(shape) for _, shape, _ in self.outputs),
-            signature=self.digest.hexdigest(),
-            workspace_bytes=workspace_bytes(self.primitives, names),
-            allocated_bytes=allocated_bytes(self.primitives, names),
-        )
+    @cached_property
+    def allocated_bytes(self) -> int:
+        """All of MLX's allocations for the graph, less its outputs."""
+        return allocated_bytes(self._primitives, self._names)
 
 
 def _first_same(names: list[str]) -> Iterator[int | None]:

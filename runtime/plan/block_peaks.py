@@ -220,16 +220,19 @@ class PeakModel:
 
     def hole_beside_kept(self, kept: Sequence[int]) -> int:
         """The most unused bytes that an operation leaves if the last layers so keep values."""
-        ways = slice(1, 1 + sum(count > 0 for count in kept))
-        return max(
-            (
-                instruction.operation.hole_beside_kept(self._plain(layer))
-                for layer in self.lowered.distinct_layers
-                for keeping in layer.keeping[ways]
-                for instruction in keeping.backward
-            ),
-            default=0,
-        )
+        ways = sum(count > 0 for count in kept)
+        return max(self._holes[:ways], default=0)
+
+    @cached_property
+    def _holes(self) -> list[int]:
+        """The most unused bytes that an operation leaves in layers that so keep values."""
+        holes = [0] * self.lowered.most_kept
+        for layer in self.lowered.distinct_layers:
+            call = self._plain(layer)
+            for at, keeping in enumerate(layer.keeping[1:]):
+                left = (each.operation.hole_beside_kept(call) for each in keeping.backward)
+                holes[at] = max([holes[at], *left])
+        return holes
 
     def live_bytes_keeping(self, blocks: tuple[BlockPeak, ...], kept: Sequence[int]) -> int:
         """The peak bytes if so many of the last layers keep values (see `way_of`).

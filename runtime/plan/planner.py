@@ -74,7 +74,7 @@ class Planner:
         self.manifest = msgspec.structs.replace(manifest, device=machine.device)
         self.machine = machine
         self._blocks: tuple[tuple[object, ...], tuple[LoweredBlock, ...]] = ((), ())
-        self._model: PeakModel | None = None
+        self._model: tuple[Task, Sizes, PeakModel] | None = None
 
     def plan(self, task: Task, budget_bytes: int) -> Plan:
         """The plan that fits and is fastest, or on a GPU, and with `PAPER`, the most generous one.
@@ -264,6 +264,12 @@ class Planner:
 
     def model(self, task: Task, sizes: Sizes) -> PeakModel:
         """The model of bytes in use under given sizes: the last one, if they run alike."""
+        last = self._model
+        if last is None or last[:2] != (task, sizes):
+            last = self._model = (task, sizes, self._new_model(task, sizes, last and last[2]))
+        return last[2]
+
+    def _new_model(self, task: Task, sizes: Sizes, last: PeakModel | None) -> PeakModel:
         ways, machine = (*sizes.ways, task.request.context), self.machine
         if self._blocks[0] != ways:
             self._blocks = ways, lower_blocks(self.manifest, sizes, task.request.context)
@@ -274,9 +280,8 @@ class Planner:
             machine.blas.threads,
             blocks=self._blocks[1],
         )
-        last = self._model
         if last is None or (last.lowered, last.demand) != (lowered, task.demand):
-            last = self._model = PeakModel(self.manifest, lowered, task.demand)
+            return PeakModel(self.manifest, lowered, task.demand)
         return last
 
     def _compiled(self, task: Task) -> bool:

@@ -96,12 +96,10 @@ def test_quality_is_measured_on_rows_that_calibration_has_not_seen(
     tmp_path: Path, folder: Path, text: Path
 ) -> None:
     with_data = exported(
-        folder, tmp_path / "with", calibrate=str(text), calibration_tokens=4000
+        folder, tmp_path / "with", calibrate=str(text), calibration_tokens=2000
     ).manifest
-    without = exported(folder, tmp_path / "without").manifest
-    assert with_data.quality is not None and without.quality is not None
+    assert with_data.quality is not None
     assert with_data.quality.text == f"held-out rows of {text}"
-    assert without.quality.text == "the package's own text"
     calibrated = with_data.provenance["calibration"]
     assert with_data.quality.rows == pytest.approx(calibrated["rows"] / 4, abs=1)
 

@@ -245,6 +245,7 @@ if __name__ == "__main__":
     if mlx.core.cuda.is_available():
         start = []  # so that all get fresh processes: CUDA, which MLX has begun, ends with a fork
     subprocess.run = run  # type: ignore[assignment]
+    os.fsync = os.fstat  # type: ignore[assignment]  # as in conftest.py
     gc.collect()
     gc.freeze()  # no fork has to look through what is imported
     _serve(socket.socket(fileno=int(sys.argv[1])), start)

@@ -19,6 +19,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from harness.measure import process
+from harness.measure.process import Ended
 from ondevice.cli.main import main
 from runtime.core.signals import ENDING
 from runtime.machine.backend import prepare
@@ -59,6 +61,14 @@ def ondevice(*arguments: object, **options: object) -> subprocess.CompletedProce
         return python(MAIN, *arguments, exporting=arguments[:1] in EXPORTS)
     command = [*COMMAND, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def measured(words: Sequence[str]) -> Ended:
+    """As `harness.measure.process.run`; commands of `ondevice` are forks where that is possible."""
+    if list(words[1:4]) != ["-P", "-m", "ondevice"]:
+        return process.run(words)  # another module, or with words before it
+    done = ondevice(*words[4:])
+    return Ended(done.returncode, done.stdout, done.stderr, interrupted=False)
 
 
 def unbound(*arguments: object) -> subprocess.CompletedProcess[str]:

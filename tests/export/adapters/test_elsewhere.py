@@ -49,7 +49,9 @@ def ours(adapters: Adapters, bundle: Bundle, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.slow
 # a fused matrix, caps, a bias of the head, learned positions, and a class that mlx-lm has not
-@pytest.mark.parametrize("family", [*FAMILIES, "phi3", "gemma2", "phi", "gpt_bigcode", "opt"])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, "qwen3", "phi3", "gemma2", "phi", "gpt_bigcode", "opt"]
+)
 def test_logits_are_those_of_peft(tmp_path: Path, rng: Rng, family: str) -> None:
     interpreter(*TORCH)
     model, bundle = tiny_checkpoint(tmp_path, family)
@@ -58,7 +60,7 @@ def test_logits_are_those_of_peft(tmp_path: Path, rng: Rng, family: str) -> None
     settings_of_both: list[dict[str, Any]] = [{}, {**SOME, "rslora": True}]
     if family == "gpt_bigcode":  # whose matrices have other names than SOME has
         settings_of_both.pop()
-    elif family in FAMILIES:
+    elif family in (*FAMILIES, "qwen3"):
         settings_of_both.append({"targets": ("q_proj", *outside), "layers": 1})
     for i, lora in enumerate(settings_of_both):
         adapters = saved_adapter(bundle, rng, tmp_path / f"ours{i}", **lora)

@@ -132,7 +132,11 @@ def added_elsewhere(family: str, adapters: Adapters) -> Arrays:
 
 
 @pytest.mark.parametrize(
-    "family", ["gpt2", "granitemoehybrid", "qwen3_moe", "granitemoe", "gpt_oss"]
+    "family",
+    [
+        *("gpt2", "granitemoehybrid", "gpt_oss"),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_moe", "granitemoe")),
+    ],
 )
 def test_what_is_added_is_added_to_the_same_rows(tmp_path: Path, rng: Rng, family: str) -> None:
     theirs, bundle = exported(tmp_path, family)

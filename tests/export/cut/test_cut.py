@@ -54,12 +54,14 @@ def test_gemmas_local_and_global_layers_have_block_types_of_their_own() -> None:
     assert windows == {"embed": [], "layer0": [16], "layer1": [None], "head": []}
 
 
-def test_layers_that_differ_in_their_rope_alone_are_kept_apart() -> None:
+def test_layers_that_differ_in_their_rope_or_window_alone_are_kept_apart() -> None:
     wide = {"sliding_window": 1 << 20, "num_hidden_layers": 4}  # every layer sees everything
     apart = cut_of("gemma3", **wide, rope_local_base_freq=1e4)
     assert [block.type for block in apart.blocks[1:-1]] == ["layer0", "layer1"] * 2
     same = cut_of("gemma3", **wide, rope_local_base_freq=1e6)
     assert [block.type for block in same.blocks[1:-1]] == ["layer0"] * 4
+    by_window = cut_of("gemma3", num_hidden_layers=4, rope_local_base_freq=1e6)
+    assert [block.type for block in by_window.blocks[1:-1]] == ["layer0", "layer1"] * 2
 
 
 def test_only_the_embeddings_own_graph_scales_it(rng: np.random.Generator) -> None:
@@ -248,7 +250,7 @@ def test_a_gelu_is_the_one_that_the_configuration_names(
 
 
 def test_shapes_are_symbolic_in_the_length_alone() -> None:
-    for family in FAMILIES:
+    for family in (*FAMILIES, "qwen3"):
         for block_type in cut_of(family).block_types.values():
             assert all(shape.count(T) == 1 for shape in block_type.values.values())
 

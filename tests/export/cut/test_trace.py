@@ -35,6 +35,9 @@ def test_signatures_depend_on_the_computation_alone() -> None:
     assert trace(other_constant, inputs).signature != signature
     assert trace(other_wiring, inputs).signature != signature
     assert trace(function, [mx.zeros((3, 5)), mx.zeros((3, 5))]).signature != signature
+    assert trace(lambda x: [x, mx.sin(x)], inputs[:1]).signature != (
+        trace(lambda x: [mx.sin(x), x], inputs[:1]).signature
+    )
 
 
 def test_traces_know_dependencies_and_passes() -> None:

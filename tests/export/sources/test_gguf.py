@@ -30,7 +30,7 @@ from export.sources.open import open_checkpoint
 from export.sources.source import INSIDE
 from runtime.core.errors import BundleError
 
-NAMED = [f"tiny-{family}" for family in FAMILIES]
+NAMED = [f"tiny-{family}" for family in (*FAMILIES, "qwen3")]
 ZEROS = np.zeros((128, 128), np.float32)
 
 

@@ -29,7 +29,7 @@ TEXTS = [
 # the data folder lies in the repository or beside it
 WIKITEXT = [
     parent / "shared" / "data" / "wikitext2" / "test.txt"
-    for parent in Path(__file__).resolve().parents[1:3]
+    for parent in Path(__file__).resolve().parents[3:5]
 ]
 # better when longer, sometimes; no two alike, as in real vocabularies (a merge table ranks equal
 # scores by id, SentencePiece by position)
@@ -225,9 +225,14 @@ def test_real_gemma_weights(real_gguf: Path) -> None:
     assert rows.shape == (10, 640) and 0.01 < rows.std() < 0.1
 
 
+@pytest.fixture(scope="module")
+def real_tokenizer(real_gguf: Path) -> Tokenizer:
+    return load(open_checkpoint(str(real_gguf)).tokenizer_files())
+
+
 @pytest.mark.real
-def test_real_gemma_tokenizer(real_gguf: Path) -> None:
-    tokenizer = load(open_checkpoint(str(real_gguf)).tokenizer_files())
+def test_real_gemma_tokenizer(real_tokenizer: Tokenizer) -> None:
+    tokenizer = real_tokenizer
     assert tokenizer.encode("Hello world").ids == [2, 9259, 1902]
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
@@ -237,11 +242,11 @@ def test_real_gemma_tokenizer(real_gguf: Path) -> None:
 
 
 @pytest.mark.real
-def test_real_gemma_on_wikitext(real_gguf: Path) -> None:
+def test_real_gemma_on_wikitext(real_tokenizer: Tokenizer) -> None:
     source = next((path for path in WIKITEXT if path.exists()), None)
     if source is None:
         pytest.skip("WikiText-2 is not here")
-    tokenizer = load(open_checkpoint(str(real_gguf)).tokenizer_files())
+    tokenizer = real_tokenizer
     raw = source.read_text(encoding="utf-8")[:300_000]
     assert tokenizer.encode(raw).ids.count(3) == raw.count("<unk>")  # only where it is spelled
     text = raw.replace("<unk>", "unk")

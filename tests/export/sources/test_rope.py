@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from model_types.tiny import tiny
+from support.lengths import pairs
 from support.rotary import Rng, settings_of
 from transformers import LlamaConfig, modeling_rope_utils
 
@@ -103,8 +104,10 @@ def test_a_base_beside_the_scaling_counts() -> None:
     assert normalise_config(raw, "x", has_lm_head=True)["rope_theta"] == 5e5
 
 
-@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "longrope"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "cohere", "ernie4_5"])
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    pairs(("qwen3_moe", "cohere", "ernie4_5"), ("linear", "llama3", "yarn", "longrope")),
+)
 def test_classes_without_a_scaling_turn_heads_as_llamas_does(
     model_type: str, kind: str, rng: Rng
 ) -> None:

@@ -112,6 +112,7 @@ def test_an_interrupted_sweep_ends_as_a_whole_one(
     assert chosen == (3e-5 if spoilt == 2e-5 else 2e-5)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_run_that_goes_on_is_the_longer_run(tiny: Tiny, tmp_path: Path) -> None:
     bundle = tiny("qwen2", seq_lens=(16,), device="auto").path
     common = {
@@ -275,11 +276,12 @@ def test_what_a_later_method_cannot_do_is_said_before_the_first_runs(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("forked")
 def test_full_bundles_are_compared_without_adapters(tiny: Tiny, tmp_path: Path) -> None:
     bundle = tiny("qwen2", seq_lens=(16,), trainable="full", storage="bfloat16").path
     words = ["compare", bundle, "--data=random:3", "--eval-data=random:4", "-o", tmp_path / "out"]
     common = ["--budget=200MB", "--max-seq-length=16", "--eval-rows=1", "--methods=mezo"]
-    succeeds(*words, *common, "--learning-rates=1e-6", "--max-forward-passes=8")
+    succeeds(*words, *common, "--learning-rates=1e-6", "--max-forward-passes=8", by=here)
     config = (tmp_path / "out" / "runs" / "mezo" / "config.toml").read_text()
     assert 'trainable = "full"' in config
     refused = here(*words[:-1], tmp_path / "no", *common, "--steps=3", "--methods=mezo,mebp")

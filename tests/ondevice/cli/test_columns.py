@@ -23,7 +23,7 @@ from runtime.parallel.heartbeat import Heartbeat
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 ROWS = "".join(
-    f'{{"prompt": "a cat", "completion": "{word} \\u65e5", "id": 1}}\n' for word in 10 * ["a", "b"]
+    f'{{"prompt": "a cat", "completion": "{word} \\u65e5", "id": 1}}\n' for word in 3 * ["a", "b"]
 )
 
 
@@ -47,7 +47,7 @@ def fits(*words: object, code: int = 0) -> str:
     return text
 
 
-@pytest.mark.usefixtures("columns")
+@pytest.mark.usefixtures("columns", "forked")
 def test_every_command_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text_bundle(tmp_path, TEMPLATE)
     Path("rows.jsonl").write_text(ROWS)
@@ -55,9 +55,9 @@ def test_every_command_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("sys.stdin", typed)
     monkeypatch.setattr("builtins.input", lambda shown: typed.readline().rstrip("\n"))
     (tmp_path / "x").mkdir()
-    run = train_arguments(Path("bundle"), Path("x/run"), 12, data="rows.jsonl", **{
+    run = train_arguments(Path("bundle"), Path("x/run"), 4, data="rows.jsonl", **{
         "method": "mezo", "also-evaluate": "rows.jsonl", "eval-data": "rows.jsonl",
-        "eval-every": 4, "patience": 2,
+        "eval-every": 2, "patience": 2,
     })  # fmt: skip
     said = {
         "export": fits("export", "random:tiny-gemma3", "-o", "tiny", "--seq-lens=16,32"),
@@ -76,8 +76,9 @@ def test_every_command_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "trust": fits("trust", "bundle"),
         "doctor": fits("doctor"),
         "compare": fits(
-            *("compare", "bundle", "--data=rows.jsonl", "--eval-data=rows.jsonl", "--steps=2"),
-            *("--methods=mebp,mezo", "--learning-rates=1e-4:3e-4", "--sweep-steps=1"),
+            *("compare", "bundle", "--data=rows.jsonl", "--eval-data=rows.jsonl", "--steps=1"),
+            *("--methods=mebp,mezo", "--learning-rates=mebp=1e-4,mezo=1e-4:3e-4"),
+            *("--sweep-steps=1", "--eval-rows=1", "--max-seq-length=16"),
         ),
         "bench": fits("bench", code=2),  # with the list of them
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-import pytest
 from oracles.whole_model import dequantized
+from support.lengths import first_of
 from support.models import Tiny, model_of
 
 from runtime.engine.divergence import compare_heads
@@ -24,7 +24,7 @@ def log_probabilities(model: Model, h: mx.array) -> F64:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@first_of("family", "gemma3", "qwen2")
 def test_divergence_and_losses_are_those_of_whole_distributions(
     tiny: Tiny, rng: np.random.Generator, family: str
 ) -> None:

@@ -66,10 +66,10 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
     initial = copy_of(adapters)
     oracle = ORACLES[case](copy_of(adapters), seed, config.epsilon, config.weight_decay)
     lines = [method.log_header()]
-    for step in range(5):
+    for step in range(4):
         rows = rows_of(bundle, rng, 2)
         rate = RATES.get(case, 1e-2) * float(rng.uniform(0.5, 2))
-        if step == 2:  # its loss is not finite
+        if step == 1:  # its loss is not finite
             name = next(iter(adapters.tensors))
             method.settle()
             sound, adapters.tensors[name] = adapters.tensors[name], adapters.tensors[name] * mx.inf
@@ -82,7 +82,7 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
             layers = len(bundle.manifest.layers) if case == "gradient-norm" and step == 0 else 0
             assert result.forward_passes == len(method.estimator.lanes(2)) + 4 * layers
         lines.append(f"{result.record}\n".replace("None", "null"))
-        if step == 3:  # a save, and another process
+        if step == 2:  # a save, and another process
             method.settle()
             method.write(tmp_path / "state")
             method = started(config, model, adapters, tmp_path, 2, lanes, fresh=False)
@@ -98,13 +98,8 @@ def test_steps_are_the_papers_equations_and_replay_from_their_log(
     same(adapters, rebuild(*read_log(tmp_path / "log"), initial))
 
 
-QUICK = {"adam", "hizoo"}  # the steps of all are those of the papers, see above
-
-
-@pytest.mark.parametrize(
-    "case",
-    [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in ORACLES],
-)
+@pytest.mark.slow  # the steps of all are those of the papers, see above
+@pytest.mark.parametrize("case", [*ORACLES])
 def test_it_learns_a_row(tiny: Tiny, case: str, tmp_path: Path) -> None:
     """Of a fixed case: no estimate from few directions lowers every loss within so few steps."""
     bundle, seed = tiny("qwen2"), 1

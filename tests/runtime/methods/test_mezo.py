@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from support.bundles import Rng, Tiny
 from support.estimators import copy_of, mezo_of, rows_of
-from support.lengths import at_length
 from support.models import adapters_of, mebp, model_of
 
 from runtime.core.errors import DivergedError, UsageError
@@ -102,7 +101,8 @@ def test_projected_gradients_are_directional_derivatives(
     assert np.median(errors) <= 2e-3
 
 
-@at_length("count", 150, 8000)
+@pytest.mark.slow  # of what follows from projected gradients, see above, and noise, see below
+@pytest.mark.parametrize("count", [8000])
 def test_the_mean_estimate_points_along_the_gradient(
     tiny: Tiny, rng: Rng, seed: int, count: int, tmp_path: Path
 ) -> None:

@@ -345,6 +345,13 @@ def test_more_budget_never_buys_a_slower_plan(
     assert len(known) >= 3  # so that there was something to compare
 
 
+def test_sizes_are_those_of_the_task_that_is_asked_for(tiny: Tiny) -> None:
+    planner = Planner(tiny("qwen2").manifest, LINUX)
+    for task in (task_of(32), task_of(64), task_of(64, "mezo"), task_of(32)):
+        model = planner.model(task, LEVELS[0])
+        assert (model.lowered.bucket, model.demand) == (task.request.bucket, task.demand)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_a_budget_is_spent_to_the_last_layer_that_fits(tiny: Tiny, family: str) -> None:
     """Layers keep values one after another; what layers keep of their MLPs depends on bytes."""
@@ -352,7 +359,7 @@ def test_a_budget_is_spent_to_the_last_layer_that_fits(tiny: Tiny, family: str) 
     planner = Planner(manifest, msgspec.structs.replace(LINUX, llvm=True))
     most = planner.plan(task, PLENTY)
     known = set()
-    for budget in np.linspace(most.minimum_bytes, 1.1 * most.predicted_peak_bytes, 60):
+    for budget in np.linspace(most.minimum_bytes, 1.1 * most.predicted_peak_bytes, 40):
         plan = planner.plan(task, int(budget) + 1)
         known.add(plan.kept)
         steps = planner._steps(task, plan.sizes, plan.lanes)

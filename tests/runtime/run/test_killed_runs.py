@@ -37,15 +37,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixers": ("qwen3_5", {}),
     "lora": ("gemma3", DROPPED),
     "bfloat16": ("qwen2", HALF),
-    "bfloat16-mezo": ("qwen2", {**HALF, "method": "mezo"}),
     "ends": ("qwen2", ENDS),
     "mezo": ("qwen2", {"method": "mezo", "batch_size": 2, **EVALUATED}),
     "adam": ("qwen2", {**ADAM, "learning_rate": 1e-3}),
-    "zo-act": ("qwen2", {"method": "zo-act", "learning_rate": 1e-3}),
     "prefix": ("qwen2", {**PREFIX, "max_grad_norm": 1.0}),
     "prefix-mezo": ("qwen2", {**PREFIX, "method": "mezo", "prefix_length": 3, **EVALUATED}),
 }
 LONGER: dict[str, tuple[str, dict[str, Any]]] = {  # other forms of what the cases above cover
+    "bfloat16-mezo": ("qwen2", {**HALF, "method": "mezo"}),
+    "zo-act": ("qwen2", {"method": "zo-act", "learning_rate": 1e-3}),
     "clipped": ("qwen2", {**CLIPPED, "max_grad_norm": 0.01}),
     **{f"mixers-{family}": (family, {}) for family in ("lfm2", "gemma4")},
     **{f"mixers-{family}-mezo": (family, {"method": "mezo"}) for family in ("qwen3_5", "gemma4")},
