@@ -13,8 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import mlx.core as mx
-
 from runtime.core.errors import BundleError
 
 # model types that mlx-lm has no class for, or one that leaves something out, or whose layers are
@@ -42,7 +40,9 @@ def model_module(family: str, where: str = "config") -> ModuleType:
         raise BundleError(
             f"{where}: architecture {family!r:.40} is not supported: mlx-lm has no class for it"
         )
-    mx.disable_compile()
+    from mlx.core import disable_compile
+
+    disable_compile()
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # on which some say what they miss
             module = importlib.import_module(OWN.get(family, f"mlx_lm.models.{family}"))

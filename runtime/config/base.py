@@ -128,10 +128,11 @@ def between(least: float, most: float, usual: str, *, or_zero: bool = False) -> 
 
     or_zero: whether it may be 0, as it may where `least` is 0; then others are from LEAST on.
     """
-    or_zero, least = or_zero or least == 0, least or LEAST
+    zero, lowest = or_zero or least == 0, least or LEAST
     return Check(
-        lambda value: least <= value <= most or (or_zero and value == 0),
+        lambda value: lowest <= value <= most or (zero and value == 0),
         f"{'0, or ' * or_zero}from {least:g} to {most:,.12g}; {usual}",
+        lambda value: f"; below {LEAST:g} it would be 0" if zero and 0 < value < LEAST else "",
         in_a_run=lambda value: 0 <= value < (1 if most < 1 else math.inf),
     )
 

@@ -32,7 +32,7 @@ from support.forks import ROOT, forked, forks, import_path
 COMMAND = [sys.executable, "-m", "ondevice"]
 EXPORTS = (("export",), ("fuse",))  # which import what takes longest
 MAIN = "import sys; from ondevice.cli.main import main; sys.exit(main())"
-UNBOUND = f"import runtime.config.base as base; base._problems = lambda *_: []; {MAIN}"
+UNBOUND = f"import runtime.config.base as base; base._problems = lambda *_, **__: []; {MAIN}"
 
 
 def latest(arguments: Sequence[object]) -> list[str]:

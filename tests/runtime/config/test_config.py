@@ -241,7 +241,7 @@ NAMES = st.text(min_size=1).filter(lambda text: bool(text.strip()))
             "eval_data": NAMES,
             "steps": st.integers(1, 10**9),
             "learning_rate": st.floats(1e-12, 1e4),
-            "weight_decay": st.floats(0, 10),
+            "weight_decay": st.just(0) | st.floats(1e-9, 10),
             "seed": st.integers(0, 2**63 - 1),
         },
     )
