@@ -67,8 +67,8 @@ class LayerCutter:
     def signature(self) -> str:
         """Equal for layers that are cut alike, and far quicker than cutting.
 
-        It says how the taps are called, and what the whole layer computes from all that they
-        return: graphs are parts of that.
+        It says how the taps are called, what the whole layer computes from all that they return,
+        and the gradients of that: graphs are parts of these.
         """
         layer, made = self.tap.layer, [call.output for call in self.calls]
         own = dict(tree_flatten(layer.parameters()))
@@ -83,9 +83,26 @@ class LayerCutter:
 
         x = mx.zeros(shape_at(self.values["x"], self.taps.probe))
         inputs = [x, mx.array(0, mx.int32), *made, *parameters.values()]
+        fixed = slice(2 + len(made), len(inputs))
+
+        def backward(*arrays: mx.array) -> list[mx.array]:
+            """Gradients of x and of what the taps return, from those of all results."""
+
+            def moved(x: mx.array, *made: mx.array) -> list[mx.array]:
+                results = whole(x, arrays[1], *made, *arrays[fixed], placed=False)
+                return [result + 0 for result in results]  # MLX omits those that stop gradients
+
+            primals = [arrays[0], *arrays[2 : fixed.start]]
+            return mx.vjp(moved, primals, list(arrays[fixed.stop :]))[1]
+
+        gradients = [mx.zeros_like(result) for result in whole(*inputs, placed=False)]
         traced = [
-            trace(partial(whole, placed=placed), inputs, differentiated=True).signature
-            for placed in (False, True)
+            trace(function, given, differentiated=True).signature
+            for function, given in (
+                (partial(whole, placed=False), inputs),
+                (partial(whole, placed=True), inputs),
+                (backward, [*inputs, *gradients]),
+            )
         ]
         set_parameters(layer, parameters)
         number: dict[int, int] = {}  # of each array, by its id
@@ -100,7 +117,9 @@ class LayerCutter:
 
     def _said(self, setting: object) -> object:
         """A setting of a call; of arrays, only which parameters they are."""
-        return self.names_of_own.get(id(setting)) if isinstance(setting, mx.array) else setting
+        if isinstance(setting, mx.array):
+            return self.names_of_own.get(id(setting), "computed")
+        return setting
 
     def cut(self) -> tuple[BlockType, list[ElementwiseGraph]]:
         """The layer as a block type, and its graphs."""

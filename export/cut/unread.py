@@ -114,7 +114,9 @@ def unread(
         for key in alike
         if settings.get(key) not in alike[key] and not is_own_default(family, key, settings[key])
     }
-    if settings.get("num_experts_per_tok") == 1 and not _norms_one(family, config, settings):
+    experts = any(map(settings.get, ("num_local_experts", "num_experts", "n_routed_experts")))
+    takes_one = experts and settings.get("num_experts_per_tok") == 1
+    if takes_one and not _norms_one(family, config, settings):
         refused["num_experts_per_tok"] = 1
     for key, value in settings.items():
         if "softcap" in key and value is None and (defaults or {}).get(key) is not None:
@@ -125,7 +127,6 @@ def unread(
         is_off = _is_off(key, value, where_off, longest) and not is_turned_off
         if key in unused or key in alike or _is_neutral(key) or is_off:
             continue
-        experts = settings.get("num_local_experts") or settings.get("num_experts")
         if key == "num_experts_per_tok" and not experts:
             continue
         if key == _PATTERN and (given.get("layer_types") or value == settings.get(_PATTERN[1:])):

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.peers.trainer import environment, versions
+from harness.peers.trainer import environment, let_mlx_compile, versions
 from runtime.machine.footprint import Meter
 
 GROUP_SIZE = 64
@@ -40,6 +40,7 @@ def mlx_lm(given: argparse.Namespace, prompt: list[int]) -> tuple[Iterator[int],
 
     mx.set_default_device(mx.cpu)
     model = dense_model(open_bundle(given.model))
+    let_mlx_compile()
     if given.bits:
         nn.quantize(model, group_size=GROUP_SIZE, bits=given.bits)
     mx.eval(model.parameters())

@@ -18,7 +18,16 @@ from typing import Any
 
 from export.sources.families import build_model, normalise_config
 from export.sources.random import PRESETS
-from harness.peers.trainer import ALPHA, LEARNING_RATE, RANK, Steps, main, token_rows, versions
+from harness.peers.trainer import (
+    ALPHA,
+    LEARNING_RATE,
+    RANK,
+    Steps,
+    let_mlx_compile,
+    main,
+    token_rows,
+    versions,
+)
 from runtime.machine.backend import prepare
 
 GROUP_SIZE = 64
@@ -37,6 +46,7 @@ def train(arguments: argparse.Namespace, steps: Steps) -> dict[str, Any]:
 
     mx.random.seed(0)
     model = build(arguments.preset, arguments.bits)
+    let_mlx_compile()
     rows = token_rows(
         int(PRESETS[arguments.preset]["vocab_size"]), arguments.steps, arguments.tokens
     )

@@ -110,6 +110,14 @@ def token_rows(vocabulary: int, steps: int, tokens: int) -> npt.NDArray[np.int64
     return np.random.default_rng(0).integers(vocabulary, size=(steps, tokens + 1))
 
 
+def let_mlx_compile() -> None:
+    """As for who uses mlx-lm: loading a class of ours has turned that off."""
+    import mlx.core as mx
+
+    if not os.environ.get("MLX_DISABLE_COMPILE"):
+        mx.enable_compile()
+
+
 def environment() -> dict[str, str]:
     """The variables that control threads, BLAS and run-ahead, where they are set."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(LIBRARIES)}

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models import qwen2
 from model_types.tiny import tiny
 from support.cuts import config_of, cut_of, elementwise_of
 from support.models import BUCKETS, FAMILIES, each_family
@@ -62,6 +63,29 @@ def test_layers_that_differ_in_their_rope_or_window_alone_are_kept_apart() -> No
     assert [block.type for block in same.blocks[1:-1]] == ["layer0"] * 4
     by_window = cut_of("gemma3", num_hidden_layers=4, rope_local_base_freq=1e6)
     assert [block.type for block in by_window.blocks[1:-1]] == ["layer0", "layer1"] * 2
+
+
+def test_layers_that_differ_in_their_gradients_alone_are_kept_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def call(layer: nn.Module, x: mx.array, mask: mx.array, cache: object = None) -> mx.array:
+        h = x + layer.self_attn(layer.input_layernorm(x), mask, cache)
+        normed = layer.post_attention_layernorm(h)
+        return h + layer.mlp(mx.stop_gradient(normed) if id(layer) in stopped else normed)
+
+    def init(layer: nn.Module, args: object) -> None:
+        made(layer, args)
+        if len(layers) % 2:
+            stopped.add(id(layer))
+        layers.append(layer)
+
+    layers: list[nn.Module] = []
+    stopped: set[int] = set()
+    made = qwen2.TransformerBlock.__init__
+    monkeypatch.setattr(qwen2.TransformerBlock, "__init__", init)
+    monkeypatch.setattr(qwen2.TransformerBlock, "__call__", call)
+    cut = cut_of("qwen2", num_hidden_layers=4, rope_theta=12_345.0)  # as no other test cuts
+    assert [block.type for block in cut.blocks[1:-1]] == ["layer0", "layer1"] * 2
 
 
 def test_only_the_embeddings_own_graph_scales_it(rng: np.random.Generator) -> None:
