@@ -8,6 +8,7 @@ from typing import ClassVar
 from export.config.export import BITS, STORAGE
 from runtime.config.base import (
     FILLED,
+    NAME,
     NOT_NEGATIVE,
     SIZE,
     Check,
@@ -152,7 +153,7 @@ class AdapterConfig(Config):
         None,
         "name or path from which the other tool loads the model, for the adapter's configuration "
         "(default: the name of the checkpoint that the bundle was exported from)",
-        FILLED,
+        NAME,
         metavar="NAME",
     )
     force: bool = option(False, "replace an adapter that is there already")

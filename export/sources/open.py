@@ -35,7 +35,7 @@ def open_checkpoint(source: str, *, seed: int = 0) -> Checkpoint:
     """
     if source.startswith(_RANDOM):
         return RandomCheckpoint(source.removeprefix(_RANDOM), seed)
-    path = text_path(Path(source).expanduser())
+    path = text_path(source)
     if path.is_dir():
         return HFCheckpoint(path)
     if path.is_file():

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from harness.doctor.finding import Finding, Status
 from harness.doctor.machine import computer
 from harness.measure.command import ondevice
-from runtime.core.errors import OnDeviceError
+from runtime.core.errors import BudgetError, OnDeviceError
 from runtime.machine.machine_code import is_built_for, lacking
 
 PRODUCTS = "float32 products, GFLOP/s"
@@ -100,7 +100,11 @@ def _products(probed: dict[str, Any]) -> Finding:
 
 
 def _compiled() -> Finding:
-    if not (why := lacking()):
+    try:
+        why = lacking()
+    except BudgetError as problem:  # the system has ended the process that compiles
+        why = str(problem)
+    if not why:
         return Finding("compiled code", Status.OK, "dequantizes weights, and multiplies by them")
     status = Status.MISSING if is_built_for() else Status.OK  # elsewhere there is nothing to mend
     way = "all works without it, more slowly"

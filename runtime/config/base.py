@@ -49,11 +49,9 @@ def flag(name: str) -> str:
 
 
 def expanded(path: str) -> str:
-    """A path with the user's folder for ~, which the shell leaves as it is in --output=~/run."""
-    if path != "~" and not path.startswith("~/"):
-        return path
-    with suppress(RuntimeError):  # the user has no folder
-        return str(Path(path).expanduser())
+    """A path with the folder of a user for ~, which the shell leaves as it is in --output=~/run."""
+    with suppress(RuntimeError):  # there is no such user, or no such folder
+        return str(Path(path).expanduser()) if path.startswith("~") else path
     return path
 
 
@@ -105,7 +103,8 @@ NOT_NEGATIVE = Check(
 SEED = Check(lambda value: value >= 0, "a whole number from 0 to 2^63 - 1")
 SMALLEST_PLAIN_BYTES = 1_000_000  # that a number without a unit can mean
 MOST_SHOWN = 100  # characters of a wrong value in a message
-FILLED = Check(lambda value: bool(value.strip()), "a name that is not empty", stored=expanded)
+NAME = Check(lambda value: bool(value.strip()), "a name that is not empty")
+FILLED = NAME._replace(stored=expanded)
 ALL_FILLED = Check(
     lambda names: all(map(str.strip, names)),
     "names that are not empty",
@@ -133,7 +132,7 @@ def between(least: float, most: float, usual: str, *, or_zero: bool = False) -> 
         lambda value: lowest <= value <= most or (zero and value == 0),
         f"{'0, or ' * or_zero}from {least:g} to {most:,.12g}; {usual}",
         lambda value: f"; below {LEAST:g} it would be 0" if zero and 0 < value < LEAST else "",
-        in_a_run=lambda value: 0 <= value < (1 if most < 1 else math.inf),
+        in_a_run=lambda value: 0 < value < (1 if most < 1 else math.inf) or (zero and value == 0),
     )
 
 

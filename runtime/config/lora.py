@@ -34,7 +34,9 @@ TARGETS = Check(
 RANK = Check(lambda rank: 1 <= rank <= MOST_RANK, f"1 to {MOST_RANK}")
 ALPHA = between(1e-3, MOST_ALPHA, "usual is once or twice the rank")
 _LAST = Check(
-    lambda count: count == ALL_LAYERS or COUNT.allows(count), f"1 or more, or {ALL_LAYERS} for all"
+    lambda count: count == ALL_LAYERS or COUNT.allows(count),
+    f"1 or more, or {ALL_LAYERS} for all",
+    in_a_run=lambda count: count == ALL_LAYERS or count >= 1,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -57,7 +58,11 @@ EPSILON = between(
 LOSS = between(0, 1000, "usual are 0.1 to 5")
 _EPOCHS = between(1e-6, 1e6, "usual are 1 to 10")
 _DECAY = between(0, 10, "usual are 0 to 0.1")
-_FACTOR = Check(lambda value: value == 0 or 1 < value <= 1000, "0, or above 1 and at most 1000")
+_FACTOR = Check(
+    lambda value: value == 0 or 1 < value <= 1000,
+    "0, or above 1 and at most 1000",
+    in_a_run=lambda value: value == 0 or 1 < value < math.inf,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,17 +35,19 @@ def output_path(path: str | Path) -> Path:
     """`path` itself, as `text_path`, if something may be written there.
 
     Raises:
-        UsageError: it is a link to nothing, or lies in a bundle, of which every file is known.
+        UsageError: it, or a folder in it, is a link to nothing, or it lies in a bundle, of which
+            every file is known.
         StorageError: there can be no such path.
     """
     path = text_path(path)
     with storage_errors(path):
-        leads_nowhere = path.is_symlink() and not path.exists()
+        places = (path, *path.parents)
+        nowhere = [place for place in places if place.is_symlink() and not place.exists()]
         bundles = [folder for folder in Path(os.path.realpath(path)).parents if _is_bundle(folder)]
-    if leads_nowhere:
+    if nowhere:
         raise UsageError(
-            f"{path} is a link to {path.readlink()}, where nothing is; remove the link, or "
-            "choose another --output"
+            f"{nowhere[0]} is a link to {nowhere[0].readlink()}, where nothing is; remove the "
+            "link, or choose another --output"
         )
     if bundles:
         raise UsageError(

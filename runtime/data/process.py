@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import get_type_hints
@@ -20,6 +20,7 @@ import msgspec
 from runtime.core.documents import from_json
 from runtime.core.errors import DataError, OnDeviceError, StorageError, UsageError
 from runtime.data.limits import Limits, confine
+from runtime.machine.compiling_process import be_ended_first
 
 # threads reserve address space, which is limited
 _FEW_THREADS = {
@@ -70,7 +71,8 @@ def call(
         first = said.splitlines()[0] if said else last
         if done.returncode == -signal.SIGKILL:
             under += (
-                "; the system does so where memory is short: raise its limit (of the container)"
+                "; the system does so where memory is short or the time of the CPU is spent: raise "
+                "the limit (of the container, or by ulimit -t)"
             )
         raise failure(f"{task} was ended by {name}{under}: {first}")
     if done.returncode:
@@ -80,8 +82,6 @@ def call(
 
 def main(words: list[str] | None = None) -> int:
     """Do what `call` asks for; complaints go to stderr. Returns the exit code."""
-    with suppress(OSError):  # where memory is short the kernel ends this process, not its caller
-        Path("/proc/self/oom_score_adj").write_text("1000")
     (function,) = sys.argv[1:] if words is None else words
     module, _, name = function.rpartition(".")
     called = getattr(import_module(module), name)
@@ -113,4 +113,5 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    be_ended_first()
     sys.exit(main())

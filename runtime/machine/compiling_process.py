@@ -19,10 +19,14 @@ ALLOCATED, PROGRAM, RELOCATIONS = 2, 1, 4  # of ELF: SHF_ALLOC, SHT_PROGBITS and
 RELATIVE = (2, 4)  # R_X86_64_PC32 and PLT32, of x86-64
 
 
+def be_ended_first() -> None:
+    """Where memory is short, have the kernel end this process, and not the one that started it."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
 def main(source: str, *targets: str) -> None:
     """Compile the texts of a file, which zero bytes separate, each into one of the targets."""
-    with suppress(OSError):  # where memory is short the kernel ends this process, not training
-        Path("/proc/self/oom_score_adj").write_text("1000")
     import llvmlite.binding as llvm
 
     if (version := llvm.llvm_version_info[0]) < OLDEST:
@@ -74,4 +78,5 @@ def image(elf: bytes) -> bytes:
 
 
 if __name__ == "__main__":
+    be_ended_first()
     main(*sys.argv[1:])

@@ -138,7 +138,8 @@ def _run(files: Sequence[IO[bytes]], said: IO[bytes]) -> str:
                 "the system has ended the process that compiles code for this processor, as where "
                 f"memory is short: it takes {LLVM_MB} MB beside this one; raise the memory limit "
                 "(of the container or control group) until a training has begun: the code stays in "
-                f"{_folder()}"
+                "the cache folder (XDG_CACHE_HOME, else ~/.cache) where that can be written; or do "
+                "without: pip uninstall llvmlite"
             )
         if code < 0:
             return f"{signal.Signals(-code).name} ended it"

@@ -183,11 +183,14 @@ class AdapterFiles:
         """
         try:
             require_file(self.weights)
-            with safe_open(self.weights, framework="numpy") as file:
-                assert self.manifest is not None, "tensors are read for a model"
-                yield AdapterTensors(self.weights, file, self.manifest, rank)
+            file = safe_open(self.weights, framework="numpy")
         except (OSError, SafetensorError) as problem:
-            raise BundleError(f"{self.weights} cannot be read: {problem}") from None
+            raise BundleError(
+                f"{self.weights} cannot be read: {problem}; fetch or save it again"
+            ) from None
+        with file:
+            assert self.manifest is not None, "tensors are read for a model"
+            yield AdapterTensors(self.weights, file, self.manifest, rank)
 
 
 class AdapterTensors:

@@ -65,11 +65,14 @@ class GatedDelta(Function, frozen=True):
         return self._chunk_bytes(call, 8, 10) + (held + 2) * state + sum(unwanted)
 
     def _chunk_bytes(self, call: Call, squares: int, rows: int) -> int:
-        """Bytes of so many arrays (H, n, n), and (H, n, D) or (H, n, E), of a chunk's n tokens."""
+        """Bytes of so many arrays (H, n, n), and (H, n, D) or (H, n, E), of a chunk's n tokens.
+
+        And of two (n, n), which select pairs.
+        """
         groups, repeats, width, value_width = self.state(call.values)
         tokens = min(call.tokens, CHUNK)
         each = squares * tokens + rows * max(width, value_width)
-        return groups * repeats * tokens * each * F32
+        return (groups * repeats * each + 2 * tokens) * tokens * F32
 
     def allocated_bytes(self, call: Call, execution: Execution) -> int:
         """Those of every chunk: a state or its gradient is read by the next one."""

@@ -141,17 +141,23 @@ class DeltaRule:
         d_weights = chunk.lower * (dy @ u.swapaxes(-1, -2)) * chunk.decays  # of Q K^T
         d_a = -chunk.strictly * (dr @ u.swapaxes(-1, -2)) * chunk.decays  # of diag(b) K K^T
         settle(dv, d_missed, d_weights, d_a)
-        d_pairs = (d_a * beta).sum(axis=1, keepdims=True)
-        d_scores = d_weights.sum(axis=1, keepdims=True)
         d_beta = (dr * missed).sum(axis=-1) + (d_a * chunk.kk).sum(axis=-1)
-        of_decays = d_a * beta * chunk.kk + d_weights * chunk.qk
+        settle(d_beta)
+        del dr, missed
+        d_a = d_a * beta
+        d_pairs, d_scores = _over_heads(d_a), _over_heads(d_weights)
+        of_decays = d_a * chunk.kk + d_weights * chunk.qk
+        settle(d_pairs, d_scores, of_decays)
+        del d_weights, d_a
         d_decay = _of_each(of_decays, chunk)
-        settle(d_pairs, d_scores, d_beta, d_decay)
-        del dr, missed, d_weights, d_a, of_decays
+        settle(d_decay)
+        del of_decays
         dq = d_scores @ chunk.k + _over_heads((c * dy) @ state.swapaxes(-1, -2))
+        settle(dq)
         dk = (d_pairs + d_pairs.swapaxes(-1, -2)) @ chunk.k + d_scores.swapaxes(-1, -2) @ chunk.q
         dk = dk + _over_heads(d_missed @ state.swapaxes(-1, -2))
-        settle(dq, dk)
+        settle(dk)
+        del d_pairs, d_scores
         d_late = (u @ d_after.swapaxes(-1, -2)) * chunk.to_end
         dk = dk + _over_heads(d_late)
         of_late = (d_late * chunk.k).sum(axis=-1)

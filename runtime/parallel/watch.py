@@ -41,17 +41,21 @@ def watch(seconds: float, waits_for: str) -> Callable[[], None]:
     """
     reader, writer = os.pipe()
     waiting, started_by = os.getpid(), launcher()
+    who = f"rank {launched().rank} on {host_name()}"
+    said = f"ondevice: {who} has waited {seconds:.0f} s for the other processes to {waits_for}\n"
+    said = shown(said, sys.stderr) if sys.stderr else ""  # else 2 may be any file
     child = os.fork()
     if not child:
-        os.setsid()  # mpirun's signals are not for it
-        os.close(writer)
-        if not select.select([reader], [], [], seconds)[0]:  # closed where the process goes on
-            who = f"rank {launched().rank} on {host_name()}"
-            said = f"{who} has waited {seconds:.0f} s for the other processes to {waits_for}"
-            os.write(2, shown(f"ondevice: {said}\n", sys.stderr).encode())
-            os.kill(waiting, signal.SIGKILL)
-            end_launcher(started_by)
-        os._exit(0)
+        try:  # whatever fails, it must not go on as a second copy of its parent
+            os.setsid()  # mpirun's signals are not for it
+            os.close(writer)
+            if not select.select([reader], [], [], seconds)[0]:  # closed where the process goes on
+                with suppress(OSError):  # nobody reads it
+                    os.write(2, said.encode())
+                os.kill(waiting, signal.SIGKILL)
+                end_launcher(started_by)
+        finally:
+            os._exit(0)
     os.close(reader)
 
     def end() -> None:
@@ -77,10 +81,12 @@ def end_launcher(descriptor: int | None, after_s: float = LAUNCHER_S) -> None:
 
     It waits without an end for the processes of a machine that cannot be reached.
     """
-    if sys.platform == "linux" and descriptor is not None:
-        if not select.select([descriptor], [], [], after_s)[0]:
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    os._exit(0)
+    try:
+        if sys.platform == "linux" and descriptor is not None:
+            if not select.select([descriptor], [], [], after_s)[0]:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    finally:
+        os._exit(0)
 
 
 def leave_launcher(after_s: float = LAUNCHER_S) -> None:

@@ -249,9 +249,12 @@ def _evaluate(config: EvalConfig, scratch: Path, events: Events, team: Team) -> 
             plan, max_seq_length = msgspec.json.decode(
                 (scratch / PLAN).read_bytes(), type=tuple[Plan, int]
             )
-            planner = Planner(manifest, machine_for(bundle, config.arithmetic))
-            task = evaluation(manifest, max_seq_length)
-            plan = plan_of_first(plan, planner, task, config.budget_bytes)
+            plan = plan_of_first(
+                plan,
+                Planner(manifest, machine_for(bundle, config.arithmetic)),
+                evaluation(manifest, max_seq_length),
+                config.budget_bytes,
+            )
         else:
             max_seq_length = config.max_seq_length or source.bucket(bundle, scratch)
             plan = plan_evaluation(bundle, config.budget_bytes, max_seq_length, config.arithmetic)

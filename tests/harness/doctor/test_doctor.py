@@ -17,7 +17,7 @@ from harness.config.bench import BenchConfig
 from harness.doctor import doctor, machine
 from harness.doctor.doctor import EXTRAS, PRODUCTS, computing, products_flops, verdict
 from harness.doctor.finding import Finding, Status
-from runtime.core.errors import OnDeviceError
+from runtime.core.errors import BudgetError, OnDeviceError
 
 ROOT = Path(__file__).parents[3]
 PARTS = (
@@ -78,6 +78,17 @@ def test_a_slow_blas_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.status for one in (fast, slow, none)] == ["ok", "warning", "warning"]
     assert "4 GFLOP/s" in slow.text and "other programs" in slow.way
     assert none.way == "install libgfortran5"
+
+
+def test_a_compiler_that_the_system_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed() -> str:
+        raise BudgetError("the system has ended it; raise the limit")
+
+    monkeypatch.setattr(doctor, "ondevice", lambda *words, module: probed(90.0))
+    monkeypatch.setattr(doctor, "lacking", killed)
+    monkeypatch.setattr(doctor, "is_built_for", lambda: True)
+    compiled = computing()[-1]
+    assert compiled.status is Status.MISSING and compiled.text.endswith("it; raise the limit")
 
 
 def test_little_memory_disk_and_cores_are_warned_of(

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from support.runs import here, succeeds
 
 from export.config.export import ExportConfig
+from export.config.fuse import AdapterConfig
 from harness.config.bench import ReportConfig
 from ondevice.cli.commands import COMMANDS, Command
 from ondevice.cli.parser import command_parser, whole_parser
 from runtime.config import arguments
 from runtime.config import base as config
-from runtime.config.base import load, to_toml
+from runtime.config.base import LEAST, load, to_toml
 from runtime.config.methods import METHODS
-from runtime.config.train import PlanConfig, TrainConfig
+from runtime.config.train import PlanConfig, RunConfig, TrainConfig
 from runtime.core.errors import UsageError
 from runtime.core.units import format_bytes, parse_bytes
 
@@ -167,6 +168,36 @@ FLOATS = ("nan", "inf", "-inf", "1e300", "1e-320", "-1.0", "-1e-09")
 INTS = ("-1", str(-(2**62)), str(2**62), str(2**70), "nan", "1e3")
 
 
+@pytest.mark.parametrize(
+    ("name", "wide", "never"),
+    [
+        ("steps", 2 * config.MOST, 0),
+        ("warmup_steps", config.MOST, -1),
+        ("lora_layers", 2 * config.MOST, 0),
+        ("lora_alpha", 1e-4, 0.0),
+        ("learning_rate", 1e5, 0.0),
+        ("epsilon", 1e-9, 0.0),
+        ("epochs", 1e7, 0.0),
+        ("hessian_smoothing", 0.999, 0.0),
+        ("lora_dropout", 1e-10, 1.0),
+        ("weight_decay", 20.0, -1.0),
+        ("max_grad_norm", 1e-7, -1.0),
+        ("stop_loss", 2000.0, float("inf")),
+        ("stop_rise", 2000.0, 0.5),
+    ],
+)
+def test_a_run_holds_what_any_version_allowed(name: str, wide: float, never: float) -> None:
+    given: dict[str, Any] = {**TRAIN, "eval_every": 1, "method": "hizoo"}
+    given |= {"steps": 2 * config.MOST} if name != "epochs" else {}
+    given |= {"method": "mebp"} if name in ("max_grad_norm", "lora_dropout") else {}
+    assert getattr(RunConfig(**{**given, name: wide}), name) == wide
+    if name != "warmup_steps":
+        with pytest.raises(UsageError, match=f"\n  {name} is "):
+            TrainConfig(**{**TRAIN, "eval_every": 1, name: wide})
+    with pytest.raises(UsageError, match=f"\n  {name} is "):
+        RunConfig(**{**given, name: never})
+
+
 def test_a_refusal_says_what_is_usual() -> None:
     with pytest.raises(UsageError) as refusal:
         load(TrainConfig, None, {**TRAIN, "learning_rate": "1e10", "warmup_steps": 9, "steps": 5})
@@ -183,11 +214,14 @@ def test_a_tilde_that_the_shell_leaves_is_the_user_s_folder(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "c.toml").write_text("steps = 3\noutput = '~/run'\n")
     typed = ["train", "~/b", "--data=~/d", "--config=~/c.toml", "--adapter=~user/a"]
+    typed += ["--eval-data=~root/v"]
     typed += ["--also-evaluate=~/e", "--also-evaluate=f", "--mix=~/m:5%", "--parallel=join=~/j"]
     namespace = whole_parser("train").parse_args(typed)
     made = load(TrainConfig, namespace.config, arguments.given(namespace, TrainConfig))
     assert (made.bundle, made.data) == (f"{tmp_path}/b", f"{tmp_path}/d")
     assert (made.output, made.adapter) == (f"{tmp_path}/run", "~user/a")
+    assert made.eval_data == str(Path("~root/v").expanduser())
+    assert AdapterConfig(run="r", to="peft", output="o", base_model="~/m").base_model == "~/m"
     assert made.also_evaluate == (f"{tmp_path}/e", "f")
     assert (made.mix, made.parallel) == (f"{tmp_path}/m:5%", f"join={tmp_path}/j")
     report = ReportConfig(runs=("~", "r"), output="~/r.html")
@@ -241,7 +275,7 @@ NAMES = st.text(min_size=1).filter(lambda text: bool(text.strip()))
             "eval_data": NAMES,
             "steps": st.integers(1, 10**9),
             "learning_rate": st.floats(1e-12, 1e4),
-            "weight_decay": st.just(0) | st.floats(1e-9, 10),
+            "weight_decay": st.just(0.0) | st.floats(LEAST, 10),
             "seed": st.integers(0, 2**63 - 1),
         },
     )

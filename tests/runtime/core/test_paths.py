@@ -127,9 +127,11 @@ def test_outputs_are_no_link_to_nothing_and_lie_in_no_bundle(
     bundle = shutil.copytree(origin.path, "bundle")
     Path("within").symlink_to("bundle")
     Path("link.html").symlink_to("nowhere")
+    Path("gone").symlink_to("nowhere")
     before = listing(tmp_path)
     words = [word.replace("BUNDLE", str(bundle)) for word in WRITING[command]]
     refuses(2, "link.html is a link to nowhere, where nothing is", *words, "-o", "link.html")
+    refuses(2, "gone is a link to nowhere, where nothing is", *words, "-o", "gone/a/b.html")
     for place in ("bundle/graphs/out.html", "within/out.html"):
         refuses(2, f"{place} lies in the bundle", *words, "-o", place)
     assert listing(tmp_path) == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from runtime.core.errors import UsageError
 def told(path: Path | None, words: dict[str, str]) -> list[object]:
     print("a library says hello")
     return [None if path is None else list(os.fsencode(path)), words]
+
+def score() -> int:
+    return int(Path("/proc/self/oom_score_adj").read_text())
 
 def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -63,8 +67,13 @@ def test_arguments_and_results_are_as_they_were_given(
     assert json.loads(called("told", None, {})) == [None, {}]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_the_kernel_ends_it_before_its_caller(called: Call) -> None:
+    assert called("score") == "1000"
+
+
 def test_a_failure_says_how_the_process_ended(called: Call) -> None:
-    with pytest.raises(BundleError, match=r"SIGKILL; .* where memory is short: .*\): it said"):
+    with pytest.raises(BundleError, match=r"SIGKILL; .* memory is short or .*ulimit -t\): it said"):
         called("killed", failure=BundleError)
     with pytest.raises(DataError, match=r"^the work failed with status 1: ValueError: no number$"):
         called("wrong")

@@ -178,7 +178,7 @@ def test_a_process_that_does_not_compile_is_said(
         with pytest.raises(UsageError, match=rf"cannot compile \(.*{reason}"):
             compile_all([TABLE.format(first=1)])
     monkeypatch.setattr("sys.executable", str(killed))
-    with pytest.raises(BudgetError, match=r"memory is short: it takes .* the code stays in "):
+    with pytest.raises(BudgetError, match=r"memory is short: it takes .* pip uninstall llvmlite$"):
         compile_all([TABLE.format(first=1)])
 
 
@@ -261,6 +261,9 @@ def test_a_status_that_the_system_does_not_keep_is_not_needed() -> None:
 
 
 def test_an_old_llvm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    score = Path("/proc/self/oom_score_adj")
+    before = score.read_text()
     monkeypatch.setattr("llvmlite.binding.llvm_version_info", (15, 0, 7))
     with pytest.raises(SystemExit, match="LLVM 15 is too old: 20 is needed"):
         compiling_process.main("", "")
+    assert score.read_text() == before  # which only a process of its own changes

@@ -19,7 +19,7 @@ from runtime.adapters.lora import LoraSettings
 from runtime.adapters.names import coverage_of
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, OnDeviceError, UsageError
-from runtime.methods.adapter_reader import MOST_CONFIG_BYTES
+from runtime.methods.adapter_reader import MOST_CONFIG_BYTES, AdapterFiles
 from runtime.methods.adapters import Adapters, lora_of
 
 Arrays = dict[str, np.ndarray]
@@ -229,6 +229,18 @@ def test_another_rank_is_told_with_both_and_the_way_out(
     said = str(refused.value)
     assert "have rank 3, and rank 8 is expected" in said and "--lora-rank 3" in said
     assert "there is no adapter_config.json" in said
+
+
+def test_only_errors_of_its_file_are_an_adapters(
+    bundle: Bundle, theirs: Callable[[str], Path]
+) -> None:
+    files = AdapterFiles.at(theirs("peft"), bundle.manifest)
+    with pytest.raises(OSError, match="of another file"), files.opened(3):
+        raise OSError("of another file")
+    files.weights.write_bytes(files.weights.read_bytes()[:-1])
+    said = r"adapter_model.safetensors cannot be read: .*; fetch or save it again$"
+    with pytest.raises(BundleError, match=said), files.opened(3):
+        pass
 
 
 @pytest.mark.parametrize("form", ["mlx", "peft"])

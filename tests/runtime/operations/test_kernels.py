@@ -32,13 +32,15 @@ from runtime.arrays.stored import Extent, Matrix
 from runtime.arrays.values import Lora
 from runtime.operations import convolution_kernel
 from runtime.operations.attention_kernel import AttentionBlocks, CompiledBlocks
+from runtime.operations.base import Call
 from runtime.operations.execution import materialized_bytes
-from runtime.operations.gated_delta import CHUNK, SEGMENT, states_kept
+from runtime.operations.gated_delta import CHUNK, SEGMENT, GatedDelta, states_kept
 from runtime.operations.gated_delta_kernel import DeltaRule
 from runtime.operations.head_kernel import HeadKernel
 from runtime.operations.linear_kernel import LoraProducts
 from runtime.operations.logits_kernel import LogitsKernel, Shaping
 from runtime.operations.prefix_kernel import Prefix, Scoring
+from runtime.operations.values import T
 from runtime.plan.lower import rows_at_once
 from runtime.storage.weights import Tile, Weights
 
@@ -517,6 +519,30 @@ def test_the_gated_delta_rule_is_as_exact_if_nearly_all_decays(rng: Rng, arrays:
     _, states = rule.forward(inputs, None, keeps=True)
     for mine, theirs in zip(rule.backward(inputs, states, dy), expected, strict=True):
         assert relative_error(mine, theirs) <= 5e-7
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 8), (2, 1, 32), (4, 2, 8), (4, 1, 64)], ids=str)
+def test_the_gated_delta_rule_s_backward_takes_no_more_than_is_planned(
+    rng: Rng, shape: tuple[int, int, int]
+) -> None:
+    """Of small heads too, whose squares (H, n, n) are most of it."""
+    groups, repeats, width = shape
+    length, heads = 2 * CHUNK, groups * repeats
+    inputs = [normal(rng, 1, length, n, width) for n in (groups, groups, heads)]
+    inputs += [-mx.abs(normal(rng, 1, length, heads)), mx.sigmoid(normal(rng, 1, length, heads))]
+    dy, rule = normal(rng, *inputs[2].shape), DeltaRule(CpuArrays())
+    names = ("q", "k", "v", "decay", "beta")
+    values = {name: (1, T, *x.shape[2:]) for name, x in zip(names, inputs, strict=True)}
+    call = Call(True, names, 1, length, values, str)
+    _, states = rule.forward(inputs)
+    mx.eval(inputs, dy, states)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    results = rule.backward(inputs, states, dy)
+    taken = mx.get_peak_memory() - before - sum(x.nbytes for x in results)
+    planned = GatedDelta(names, ("y",)).working_bytes(call, None)  # type: ignore[arg-type]
+    assert 0.8 * planned < taken <= planned
 
 
 def test_the_gated_delta_rule_does_not_read_the_rows_beside(rng: Rng, arrays: Arrays) -> None:

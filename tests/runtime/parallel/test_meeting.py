@@ -96,6 +96,9 @@ def test_nobody_waits_without_an_end_for_the_others() -> None:
         late = python(WAITS, *given)
         assert late.returncode == -signal.SIGKILL
         assert "rank 0 on " in late.stderr and f"the other processes to {said}" in late.stderr
+    silent = ("sh", "-c", 'exec "$0" -c "$1" 0.1 60 60 0 2>&-', sys.executable, WAITS)
+    unheard = subprocess.run(silent, cwd=ROOT, stdout=subprocess.PIPE)
+    assert (unheard.returncode, unheard.stdout) == (-signal.SIGKILL, b"")
 
 
 STOPPED = """

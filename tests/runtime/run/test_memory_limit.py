@@ -67,7 +67,7 @@ def test_code_that_a_group_has_no_room_to_compile_is_said(
         train = train_arguments(bundle, tmp_path / "run", 1, budget="32MB")
         done = group.run("-m", "ondevice", *train)
     assert done.returncode == BudgetError.exit_code, done.stderr
-    assert f"the code stays in {tmp_path / 'ondevice' / 'code'}" in done.stderr
+    assert "the code stays in the cache folder" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
