@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,6 +20,8 @@ from runtime.core.errors import BudgetError
 from runtime.core.paths import cache_folder
 from runtime.machine.machine_code import lacking
 from runtime.plan.limit import KERNEL_BYTES
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
 
 
 def planned(bundle: Path, method: str) -> dict[str, int]:
