@@ -11,6 +11,9 @@ processor's caches (32 KB), multiplies it by all tokens, and goes on along the i
 So no dequantized tile is written to memory, and the result depends neither on the number of threads
 nor on which of them was free. The values of P are those of `runtime.arrays.dequantize` to the last
 bit; each element of y is the sum along the inner dimension in order, in float32.
+
+In bfloat16 both x and P are rounded to the nearest, and a processor with AVX512-BF16 adds two
+products at once to each sum.
 """
 
 from __future__ import annotations
@@ -24,15 +27,25 @@ import numpy as np
 
 from runtime.arrays.arrays import Arrays, view
 from runtime.arrays.compiled_dequantize import Mapped, Stored
-from runtime.arrays.product_text import DEPTH, F32, NARROW, WIDE, Registers, text_of
+from runtime.arrays.product_text import (
+    DEPTH,
+    F32,
+    NARROW,
+    WIDE,
+    Registers,
+    rounding_text,
+    text_of,
+)
 from runtime.arrays.products import Factor, Floats, LowRank, Products
 from runtime.arrays.stored import Matrix
+from runtime.core.remembered import remembered
 from runtime.machine.machine_code import Function, Text, compile_all, load
 from runtime.machine.processor import cpu_flags
-from runtime.machine.threads import prepare, team
+from runtime.machine.threads import Team, prepare, team
 
 PARTS = 2  # of a product for each thread, at least, where they have
 FEWEST_TOKENS = 64  # each
+ROUNDED = 8192  # values that a thread rounds at once, or those of a token
 MOST_WORK = 2_000_000  # tokens x inner dimension of a part: some 2 ms
 
 
@@ -55,14 +68,18 @@ class MapTile:
 class MapTiles:
     """The tiles of weights in a map."""
 
-    def __init__(self, weights: Mapped, threads: int) -> None:
+    def __init__(self, weights: Mapped, threads: int, compute_dtype: str = "float32") -> None:
         self.weights, self.threads = weights, threads
+        self.compute_dtype = compute_dtype
+        self.rounds = compute_dtype == "bfloat16"
 
     def prepare(self, matrices: Iterable[Matrix]) -> None:
         """Compile what products with them take, all at once."""
         packed = [matrix for matrix in matrices if not matrix.is_float]
         kinds = {_kind(matrix, by_rows) for matrix in packed for by_rows in (False, True)}
-        compile_all(Text(text_of, (*kind, registers())) for kind in kinds)
+        inner = 2 if self.rounds else 1
+        texts = [Text(text_of, (*kind, registers(), inner)) for kind in kinds]
+        compile_all([*texts, *[Text(rounding_text, (registers().lanes,))] * self.rounds])
         prepare()
 
     def tile(
@@ -72,29 +89,62 @@ class MapTiles:
         return MapTile(matrix, self.weights.mapped(matrix, start, stop, by_columns)), None
 
 
-class CompiledProducts(Products):
-    """Products with tiles of a map by compiled code, with others by MLX."""
+class Rounded:
+    """x (T, N), and its values as bfloat16, which are made when the first product takes them."""
 
-    def __init__(self, arrays: Arrays, threads: int) -> None:
+    def __init__(self, x: mx.array) -> None:
+        self.x = x
+
+    @remembered
+    def pairs(self, team: Team) -> Floats:
+        """Two values in the place of one float32; a last one without another has 0 beside it."""
+        given = view(self.x)
+        if given.strides[1] != F32:
+            given = np.ascontiguousarray(given)
+        rows, columns = given.shape
+        halves = np.empty((rows, 2 * -(-columns // 2)), np.uint16)
+        result: Floats = halves.view(np.float32)
+        if result.size:
+            few, places = max(1, ROUNDED // columns), (address(given), address(result))
+            job = 0, few, rows, columns, *places, given.strides[0] // F32
+            team.run(_rounding(registers().lanes), job, -(-rows // few))
+        return result
+
+
+class CompiledProducts(Products):
+    """Products with tiles of a map by compiled code, with others by MLX, in float32."""
+
+    def __init__(self, arrays: Arrays, threads: int, compute_dtype: str = "float32") -> None:
         super().__init__(arrays)
         self.team = team(threads, DEPTH * registers().part_width)
+        self.rounds = compute_dtype == "bfloat16"
+
+    def factor(self, x: mx.array) -> Factor:
+        """See `Products`."""
+        return Rounded(x) if self.rounds else x
+
+    def rounded(self, x: mx.array) -> mx.array:
+        """See `Products`."""
+        return x.astype(mx.bfloat16).astype(mx.float32) if self.rounds else x
 
     def multiply(
         self,
-        x: mx.array,
+        x: Factor,
         w: Factor,
         by_rows: bool,
         onto: mx.array | None,
         added: LowRank | None = None,
     ) -> mx.array:
         """See `Products`; the product is in place of `onto`."""
+        plain = x.x if isinstance(x, Rounded) else x
         if not isinstance(w, MapTile):
-            return super().multiply(x, w, by_rows, onto, added)
+            return super().multiply(plain, w, by_rows, onto, added)
         columns = w.columns if by_rows else w.rows
-        y = mx.zeros((x.shape[0], columns)) if onto is None else onto
+        y = mx.zeros((plain.shape[0], columns)) if onto is None else onto
         apart = added if added is not None and added.rank > DEPTH else None
         how = by_rows, onto is not None
-        self._do(view(x), w, view(y), how, added if apart is None else None)
+        given = x.pairs(self.team) if isinstance(x, Rounded) else view(x)
+        self._do(given, w, view(y), how, added if apart is None else None)
         return y if apart is None else apart.onto(y)
 
     def _do(
@@ -102,7 +152,8 @@ class CompiledProducts(Products):
     ) -> None:
         by_rows, adds = how
         columns, depth = (w.columns, w.rows) if by_rows else (w.rows, w.columns)
-        assert y.shape == (len(x), columns) and x.shape[1] == depth
+        inner = 2 if self.rounds else 1
+        assert y.shape == (len(x), columns) and x.shape[1] == -(-depth // inner)
         if not len(x):
             return
         if x.strides[1] != F32:
@@ -116,7 +167,7 @@ class CompiledProducts(Products):
             further = added.rank, address(u), address(b), *(step // F32 for step in b.strides)
         block, parts = _blocks(len(x), columns, depth, self.team.threads)
         job = (0, *places, len(x), *steps, columns, depth, w.groups, int(adds), *further, block)
-        self.team.run(_work(*_kind(w.matrix, by_rows), registers()), job, parts)
+        self.team.run(_work(*_kind(w.matrix, by_rows), registers(), inner), job, parts)
 
 
 def address(array: Floats) -> int:
@@ -154,6 +205,11 @@ def _kind(matrix: Matrix, by_rows: bool) -> tuple[bool, int, int, str, bool]:
 
 @cache
 def _work(
-    by_rows: bool, bits: int, size: int, scales: str, affine: bool, of: Registers
+    by_rows: bool, bits: int, size: int, scales: str, affine: bool, of: Registers, inner: int
 ) -> Function:
-    return load(Text(text_of, (by_rows, bits, size, scales, affine, of)), 2)
+    return load(Text(text_of, (by_rows, bits, size, scales, affine, of, inner)), 2)
+
+
+@cache
+def _rounding(lanes: int) -> Function:
+    return load(Text(rounding_text, (lanes,)), 2)

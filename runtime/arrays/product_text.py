@@ -19,9 +19,11 @@ from runtime.machine.llvm_code import (
     Truth,
     Value,
     Variable,
+    dot_of_pairs,
     fields,
     fma,
     minimum,
+    pairs_of,
     where,
 )
 
@@ -74,6 +76,7 @@ class Kind(NamedTuple):
     scales: str
     affine: bool
     registers: Registers
+    inner: int  # values along the inner dimension in 32 bits: 2 of bfloat16
 
     @property
     def middle(self) -> int:
@@ -102,10 +105,19 @@ class Block(NamedTuple):
 
 
 def text_of(
-    by_rows: bool, bits: int, size: int, scales: str, affine: bool, registers: Registers
+    by_rows: bool,
+    bits: int,
+    size: int,
+    scales: str,
+    affine: bool,
+    registers: Registers,
+    inner: int = 1,
 ) -> str:
-    """The product x W^T, or `by_rows` x W, for groups of `size` columns and scales of a type."""
-    of = Kind(bits, size, scales, affine, registers)
+    """The product x W^T, or `by_rows` x W, for groups of `size` columns and scales of a type.
+
+    With an `inner` of 2 both factors are bfloat16, and x has its values so.
+    """
+    of = Kind(bits, size, scales, affine, registers, inner)
     return Code(registers.lanes).text(_product, by_rows=by_rows, of=of)
 
 
@@ -127,8 +139,9 @@ def _product(code: Code, job: Pointer, panel: Aligned, *, by_rows: bool, of: Kin
             deep = minimum(a.depth - k, DEPTH)
             with code.loop(0, here, registers.width) as c:
                 code.call(dequantize, weights, first + c, k, deep, panel + c * DEPTH, of=of)
-            given = Block(x + k, a.x_step, y, a.y_step, here)
-            code.call(_tokens, count, given, panel, deep, (k > 0) | adding, of=of)
+            given = Block(x + k // of.inner, a.x_step, y, a.y_step, here)
+            pairs = (deep + (of.inner - 1)) // of.inner
+            code.call(_tokens, count, given, panel, pairs, (k > 0) | adding, of=of)
         with code.when(a.rank > 0):
             with code.loop(0, a.rank) as d:
                 b_row = a.b + d * a.b_row
@@ -137,7 +150,7 @@ def _product(code: Code, job: Pointer, panel: Aligned, *, by_rows: bool, of: Kin
                     place = (strip * DEPTH + d) * registers.width + within
                     panel[place] = b_row[(first + e) * a.b_column]
             given = Block(u, a.rank, y, a.y_step, here)
-            code.call(_tokens, count, given, panel, a.rank, 1, of=of)
+            code.call(_tokens, count, given, panel, a.rank, 1, of=of._replace(inner=1))
 
 
 def _tokens(
@@ -181,6 +194,8 @@ def _few(
     x_rows, y_rows = zip(*[(x + x_step * i, y + y_step * i) for i in range(count)], strict=True)
     masks, full = [left.mask(first) for first in firsts], left >= registers.width
     loaded = [mask & sums.splat() for mask in masks]
+    multiply, number = (fma, "float") if of.inner == 1 else (dot_of_pairs, "i32")
+    kept, x_taken = panel.view(number), [row.view(number) for row in x_rows]
     z = [Variable(code.zeros()) for _ in y_rows for _ in firsts]
     places = [row + first for row in y_rows for first in firsts]
     for whole in code.either(full, z):
@@ -191,14 +206,14 @@ def _few(
     for steps in dict.fromkeys((registers.steps, 1)):
         stop = deep - (deep - done) % steps
         with code.when(done < stop, z), code.loop(done, stop, steps, z) as d:
-            p, x_at = panel + d * registers.width, [row + d for row in x_rows]
+            p, x_at = kept + d * registers.width, [row + d for row in x_taken]
             inner = range(steps)
             w = [[(p + (u * registers.width + first)).load() for u in inner] for first in firsts]
             x_all = [[row[u].splat() for u in inner] for row in x_at]
             for at, total in enumerate(z):
                 i, v = divmod(at, len(firsts))
                 for u in inner:
-                    total.now = fma(x_all[i][u], w[v][u], total.now)
+                    total.now = multiply(x_all[i][u], w[v][u], total.now)
         done = stop
     for whole in code.either(full):
         for at, total in enumerate(z):
@@ -213,18 +228,26 @@ def _by_rows(
     words, piece, groups = w.words.view("i8"), min(size, width), w.groups
     scales, biases = w.scales.view(TYPES[of.scales]), w.biases.view(TYPES[of.scales])
     here, block_octets = minimum(w.columns - first, width), groups * (DEPTH * size * of.bits // 8)
-    with code.loop(0, deep) as r:
-        before, to = (k + r) * groups, panel + r * width
+
+    def values_of(row: Integer, column: Integer) -> Value:
+        at = (k + row) * groups + column // size
+        octets = words + (at * size + column % size) // (8 // of.bits)
+        (octets + block_octets).prefetch()
+        codes, scale = unpacked(octets, piece, of.bits), widened(scales[at])
+        values = (codes - of.middle).astype("float") * scale.splat(piece)
+        if of.affine:
+            values = values + (widened(biases[at]) + scale * of.middle).splat(piece)
+        return values
+
+    with code.loop(0, deep, of.inner) as r:
+        to = panel + r // of.inner * width
         with code.loop(0, here, piece) as c:
-            column = first + c
-            at = before + column // size
-            octets = words + (at * size + column % size) // (8 // of.bits)
-            (octets + block_octets).prefetch()
-            codes, scale = unpacked(octets, piece, of.bits), widened(scales[at])
-            values = (codes - of.middle).astype("float") * scale.splat(piece)
-            if of.affine:
-                values = values + (widened(biases[at]) + scale * of.middle).splat(piece)
-            (to + c).store(values)
+            values = values_of(r, first + c)
+            if of.inner == 1:
+                (to + c).store(values)
+            else:
+                after = values_of(minimum(r + 1, deep - 1), first + c)
+                (to + c).view("i32").store(pairs_of(values, after))
 
 
 def _by_columns(
@@ -257,12 +280,17 @@ def _by_columns(
             words_at, column = at * (group_octets // 4), g * size - k
             with code.loop(0, group_octets // 4) as q:
                 packed = w.words.view("i32").gather(words_at + q.astype("i32").splat())
-                to = column + q * word_codes
+                to, values = (column + q * word_codes) // of.inner, list[Value]()
                 for j in range(word_codes):
                     codes = (packed >> j * bits) & ((1 << bits) - 1)
-                    values = (codes - of.middle).astype("float") * scale
-                    values = values if shift is None else values + shift
-                    (p + (to + j) * width).store(values)
+                    numbers = (codes - of.middle).astype("float") * scale
+                    values.append(numbers if shift is None else numbers + shift)
+                for j in range(0, word_codes, of.inner):
+                    at_j = p + (to + j // of.inner) * width
+                    if of.inner == 1:
+                        at_j.store(values[j])
+                    else:
+                        at_j.view("i32").store(pairs_of(*values[j : j + 2]))
 
 
 def _collected(numbers: Pointer, places: Sequence[Value]) -> Value:
@@ -271,3 +299,23 @@ def _collected(numbers: Pointer, places: Sequence[Value]) -> Value:
     for lane, at in enumerate(places):
         gathered = gathered.put(lane, numbers[at])
     return gathered
+
+
+def rounding_text(lanes: int) -> str:
+    """Rows of float32 to bfloat16, each to the nearest, and 0 after a last odd one."""
+    return Code(lanes).text(_round)
+
+
+def _round(code: Code, job: Pointer, own: Pointer) -> None:
+    """Take rows until none is left."""
+    a = fields(job, ("next", "few", "rows", "columns", "x", "y", "x_step"), ("x", "y"))
+    pairs = (a.columns + 1) // 2
+    with code.endless() as leave:
+        first = job.view("i64").atomic("add", 1) * a.few
+        leave(first >= a.rows)
+        with code.loop(first, minimum(first + a.few, a.rows)) as row:
+            x, y = a.x + row * a.x_step, (a.y + row * pairs).view("i16")
+            with code.loop(0, a.columns, code.lanes) as at:
+                left = a.columns - at
+                rounded = (x + at).load(left.mask()).astype("bfloat").view("i16")
+                (y + at).store(rounded, (pairs * 2 - at).mask())

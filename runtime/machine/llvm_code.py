@@ -450,6 +450,20 @@ def fma(first: Value, second: Number, added: Number) -> Value:
     return first.code.own(f"fma.{first.suffix}", given, first.of, first.lanes)
 
 
+def dot_of_pairs(first: Value, second: Value, added: Value) -> Value:
+    """first * second + added, where each lane of 32 bits of the first two has two bfloat16."""
+    pairs = [each.made(f"bitcast {each.typed} to <32 x bfloat>", "bfloat", 32) for each in (first, second)]
+    return added.code.own("x86.avx512bf16.dpbf16ps.512", [added, *pairs], "float", 16)
+
+
+def pairs_of(lower: Value, upper: Value) -> Value:
+    """Two vectors of float32 rounded to bfloat16, the second in the upper half of each lane."""
+    both = lower.shuffle(upper, range(2 * lower.lanes)).astype("bfloat")
+    order = [at // 2 + lower.lanes * (at % 2) for at in range(both.lanes)]
+    lanes = both.shuffle(both, order)
+    return lanes.made(f"bitcast {lanes.typed} to <{lower.lanes} x i32>", "i32", lower.lanes)
+
+
 def minimum(first: Value, second: Number) -> Value:
     name = "minnum" if first.of in FLOATS else "umin"
     given = [first, first.like(second)]
