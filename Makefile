@@ -40,7 +40,7 @@ $(VENV)/.ready: pyproject.toml
 # Compiled when first imported: most of what the packages bring never is.
 packages:
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile -e '.[onednn,demo,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[demo,dev]'
 
 # On x86-64 the OpenBLAS wheel needs the Fortran runtime, which minimal Linux images lack; elsewhere
 # there is no such wheel, and OpenBLAS is the system's.

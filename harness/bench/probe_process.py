@@ -16,7 +16,6 @@ from dataclasses import asdict
 from runtime.machine.backend import (
     automatic_device,
     gpu_name,
-    load_onednn,
     mlx_version,
     prepare,
     use_device,
@@ -77,7 +76,7 @@ if __name__ == "__main__":
         "warning": PREPARED.warning,
         "threads": blas_threads(),
         "speeds": speeds(),
-        "products": asdict(choose("auto", DEVICE, DEVICE == "gpu", load_onednn)),
+        "products": asdict(choose("auto", DEVICE, DEVICE == "gpu")),
     }
     print(json.dumps(facts))
     sys.exit(0)

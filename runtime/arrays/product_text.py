@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from runtime.arrays.compiled_dequantize import TYPES, unpacked, widened
+from runtime.arrays.stored_codes import TYPES, unpacked, widened
 from runtime.machine.llvm_code import (
     Aligned,
     Code,

@@ -1,9 +1,8 @@
-"""Products of values with frozen weights, in float32 or bfloat16, by MLX or oneDNN.
+"""Products of values with frozen weights, in float32 or bfloat16, by MLX.
 
-The factors are what a product takes: arrays of MLX, or for oneDNN the bits of bfloat16 values as
-NumPy's uint16, since NumPy has no such type. Results are float32, and sums of products are taken in
-float32. In bfloat16 both factors are rounded to the nearest, and nothing else, but that GPUs round
-each product too; the reference is `tests.oracles.bfloat16`.
+`runtime.arrays.compiled_products` has others. Results are float32, and sums of products are taken
+in float32. In bfloat16 both factors are rounded to the nearest, and nothing else, but that GPUs
+round each product too; the reference is `tests.oracles.bfloat16`.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays, CpuArrays, view
-from runtime.arrays.dequantize import ABSORBED, codes, dequantize
+from runtime.arrays.arrays import Arrays, view
+from runtime.arrays.dequantize import dequantize
+from runtime.arrays.stored import Matrix
 from runtime.arrays.weight_source import FloatTile, Tile
-from runtime.machine.onednn import OneDnn
 
 Factor = Any
-"""A matrix as products take it: `mx.array`, or the bits of bfloat16 values."""
-Bits = npt.NDArray[np.uint16]
+"""What a product takes: arrays of MLX, or of compiled ones an object with what they take."""
 Floats = npt.NDArray[np.float32]
 
 
@@ -59,8 +57,8 @@ class LowRank:
 class Products:
     """The products that kernels need, here in float32 by MLX: a BLAS on a CPU."""
 
-    packed_dtype = mx.float32
-    """The type of factors in products with quantized words."""
+    dtype = mx.float32
+    """The type of factors."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
@@ -91,29 +89,15 @@ class Products:
     def _product(self, x: Factor, w: Factor, onto: mx.array | None) -> mx.array:
         return x @ w if onto is None else mx.addmm(onto, x, w)
 
-    def put(self, x: Factor, w: Factor, whole: mx.array, where: slice) -> None:
-        """x w^T (T, R), for w (R, C), as some columns of a larger array."""
-        self.arrays.put(whole, (slice(None), where), self.multiply(x, w, False, None))
-
-    def empty(self, rows: int, columns: int) -> Factor:
-        """Memory for what `dequantize` returns of a tile (rows, columns)."""
-        made = mx.zeros((rows, columns))
-        mx.eval(made)
-        return made
-
-    def copy(self, values: Factor, to: Factor) -> None:
-        """Copy a tile, in place."""
-        self.arrays.put(to, slice(None), values)
-
-    def rounded(self, x: mx.array) -> mx.array:
-        """x, float32, with the values that a product multiplies."""
+    def rounded(self, x: mx.array, matrix: Matrix) -> mx.array:
+        """x, float32, with the values that a product with a matrix multiplies."""
         return x
 
 
 class GpuBfloat16Products(Products):
     """By MLX on a GPU, of factors that are rounded. Their sums are added in float32."""
 
-    packed_dtype = mx.bfloat16
+    dtype = mx.bfloat16
 
     def dequantize(self, tile: Tile, bits: int) -> mx.array:
         if isinstance(tile, FloatTile):
@@ -126,67 +110,10 @@ class GpuBfloat16Products(Products):
     def _product(self, x: mx.array, w: mx.array, onto: mx.array | None) -> mx.array:
         return (x @ w).astype(mx.float32) if onto is None else onto + x @ w
 
-    def empty(self, rows: int, columns: int) -> mx.array:
-        return self.factor(super().empty(rows, columns))
-
-    def rounded(self, x: mx.array) -> mx.array:
+    def rounded(self, x: mx.array, matrix: Matrix) -> mx.array:
         return x.astype(mx.bfloat16).astype(mx.float32)
 
 
-class OneDnnProducts(Products):
-    """In bfloat16 by oneDNN, which is called on buffers; MLX multiplies packed words in float32."""
-
-    def __init__(self, arrays: Arrays, library: OneDnn) -> None:
-        super().__init__(arrays)
-        self.library = library
-
-    def dequantize(self, tile: Tile, bits: int) -> Bits:
-        if isinstance(tile, FloatTile):
-            return self._stored(tile.values)
-        words: npt.NDArray[np.uint32] = np.asarray(tile.words)
-        scales = view(tile.scales)
-        signed = codes(words, bits).reshape(*scales.shape, -1)
-        values = np.empty(signed.shape, np.uint16)
-        absorbing = (scales * np.float32(ABSORBED[bits])).reshape(-1)
-        self.library.scale(signed, absorbing, values)
-        return values.reshape(len(words), -1)
-
-    def _stored(self, values: mx.array) -> Bits:
-        """The bits of a matrix in floating point, which are as stored if it is bfloat16."""
-        if values.dtype == mx.bfloat16:
-            return np.asarray(values.view(mx.uint16))
-        return self.factor(values.astype(mx.float32))
-
-    def factor(self, x: mx.array) -> Bits:
-        values = view(x)
-        rounded = np.empty(values.shape, np.uint16)
-        self.library.convert(values, rounded)
-        return rounded
-
-    def put(self, x: Bits, w: Bits, whole: mx.array, where: slice) -> None:
-        self.library.multiply(x, w.T, view(whole)[:, where], add=False)
-
-    def _product(self, x: Bits, w: Bits, onto: mx.array | None) -> mx.array:
-        """The product, in place of `onto`."""
-        y = mx.zeros((x.shape[0], w.shape[1])) if onto is None else onto
-        self.library.multiply(x, w, view(y), add=onto is not None)
-        return y
-
-    def empty(self, rows: int, columns: int) -> Bits:
-        return np.zeros((rows, columns), np.uint16)
-
-    def copy(self, values: Bits, to: Bits) -> None:
-        to[...] = values
-
-    def rounded(self, x: mx.array) -> mx.array:
-        return x.astype(mx.bfloat16).astype(mx.float32)
-
-
-def products_for(compute_dtype: str, arrays: Arrays, library: OneDnn | None) -> Products:
-    """The products in "float32" or "bfloat16", by the library where there is one."""
-    if library is not None:
-        return OneDnnProducts(arrays, library)
-    if compute_dtype == "float32":
-        return Products(arrays)
-    assert not isinstance(arrays, CpuArrays), "a plan in bfloat16 is for a machine that has it"
-    return GpuBfloat16Products(arrays)
+def products_for(compute_dtype: str, arrays: Arrays) -> Products:
+    """The products in "float32" or, on a GPU, "bfloat16"."""
+    return Products(arrays) if compute_dtype == "float32" else GpuBfloat16Products(arrays)

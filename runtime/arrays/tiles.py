@@ -59,15 +59,16 @@ class ReadyTile:
     @classmethod
     def empty(cls, matrix: Matrix, rows: int, width: int, products: Products) -> ReadyTile:
         """A dequantized tile (rows, width) of zeros, evaluated, for `fill`."""
-        shift = None
+        values, shift = mx.zeros((rows, width), products.dtype), None
+        mx.eval(values)
         if matrix.biases is not None:
             shift = mx.zeros((rows, width // matrix.group_size))
             mx.eval(shift)
-        return cls(matrix, products, None, products.empty(rows, width), shift)
+        return cls(matrix, products, None, values, shift)
 
     def fill(self, tile: ReadyTile, arrays: Arrays) -> None:
         """Copy the values of a dequantized tile of the same rows."""
-        self.products.copy(tile.values, self.values)
+        arrays.put(self.values, slice(None), tile.values)
         if self.shift is not None and tile.shift is not None:
             arrays.put(self.shift, slice(None), tile.shift)
 
@@ -88,18 +89,14 @@ class ReadyTile:
 
     def put_product(self, given: Input, whole: mx.array, where: slice) -> None:
         """x W^T (T, R') for the tile's rows, as some columns of a larger array."""
-        if self.packed is None and self.shift is None:
-            self.products.put(given.factor, self.values, whole, where)
-            return
-        arrays = self.products.arrays
         part = self.transposed_product(given)
-        arrays.put(whole, (slice(None), where), part)
+        self.products.arrays.put(whole, (slice(None), where), part)
 
     def quantized(self, x: mx.array, transpose: bool) -> mx.array:
         """x times the tile as it is packed, or its transpose."""
         tile, matrix = self.packed, self.matrix
         assert tile is not None
-        dtype, group_size = self.products.packed_dtype, matrix.group_size
+        dtype, group_size = self.products.dtype, matrix.group_size
         scales, biases = tile.scales.astype(dtype), tile.biases(matrix.bits).astype(dtype)
         if mx.cuda.is_available() and _no_kernel(group_size, scales.shape[1]):
             # contiguous: a single column would be repeated as a view, which no kernel takes

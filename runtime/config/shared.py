@@ -267,8 +267,8 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
     compute_dtype: str = choice(
         "float32",
         "what products with frozen weights are computed in, with sums and all else in float32, "
-        "but hidden values on a GPU; bfloat16 needs a GPU, or a processor with AVX512-BF16 or AMX "
-        "and the extra onednn; auto: bfloat16 where it is faster",
+        "but hidden values on a GPU; bfloat16 needs a GPU, or a processor with AVX512-BF16; auto: "
+        "bfloat16 where it is faster",
         "float32",
         "bfloat16",
         "auto",

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays, arrays_for, quiet
-from runtime.arrays.compiled_dequantize import Dequantizing
 from runtime.arrays.compiled_products import CompiledProducts, MapTiles
 from runtime.arrays.matrices import Matrices, Place
 from runtime.arrays.packed_rows import PackedRows
@@ -25,7 +24,6 @@ from runtime.arrays.weight_source import WeightSource
 from runtime.bundle.store import Bundle
 from runtime.engine.executor import Executor
 from runtime.engine.graphs import Graphs
-from runtime.machine.backend import load_onednn
 from runtime.operations.attention import STARTS
 from runtime.operations.base import Operation
 from runtime.operations.embedding_kernel import LOOKED_UP, POSITIONS, TOKENS
@@ -48,7 +46,7 @@ class Model:
 
     `materialized` holds the tiles that stay dequantized. Several models (of other buckets) may
     share it, as they share `graphs`. `in_place` multiplies decoded tokens by weights where they
-    lie, and `compiled` dequantizes tiles from there.
+    lie, and `compiled` has all others multiplied there.
     """
 
     bundle: Bundle
@@ -58,7 +56,7 @@ class Model:
     profile: Profile = field(default_factory=Profile)
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
     in_place: PackedRows | None = None
-    compiled: Dequantizing | MapTiles | None = None
+    compiled: MapTiles | None = None
 
     @property
     def bucket(self) -> int:
@@ -72,11 +70,11 @@ class Model:
     @cached_property
     def matrices(self) -> Matrices:
         manifest, execution = self.bundle.manifest, self.lowered.execution
-        library = load_onednn() if execution.by_onednn else None
         arrays = arrays_for(manifest.device, execution.one_evaluation)
-        products = products_for(execution.compute_dtype, arrays, library)
-        if isinstance(self.compiled, MapTiles):
-            products = CompiledProducts(arrays, self.compiled.threads)
+        if self.compiled is None:
+            products = products_for(execution.compute_dtype, arrays)
+        else:
+            products = CompiledProducts(arrays, self.compiled.threads, self.compiled.compute_dtype)
 
         def by_offset(counts: Mapping[str, int]) -> dict[int, int]:
             return {manifest.matrices[name].packed.offset: n for name, n in counts.items()}

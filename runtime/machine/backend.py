@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.core.errors import UsageError
-from runtime.machine import footprint, machine_code, onednn
+from runtime.machine import footprint, machine_code
 from runtime.machine.cgroup import memory_limit_bytes
 from runtime.machine.compute_dtype import choose
 from runtime.machine.footprint import read_footprint
 from runtime.machine.glibc import trim_heap, tune_heap
 from runtime.machine.machine import Blas, Machine
-from runtime.machine.onednn import OneDnn
 from runtime.machine.openblas import blas_threads
 from runtime.machine.processor import cpu_flags
 
@@ -44,7 +43,6 @@ CUDA_BYTES = 650_000_000
 AHEAD, LEAST_AHEAD_BYTES = 0.01, 100_000
 _planned = [0]  # the bytes that `limit_memory` was last told
 
-OF_PRODUCTS = "the library of products"  # a fact of `arithmetic`, where there is one
 REFERENCE = "reference"  # the BLAS in MLX's wheel for Linux
 TOO_LATE = (
     "MLX was imported before ondevice had set this process up: matrix products may run on MLX's "
@@ -131,11 +129,8 @@ def _dlopen(path: str) -> bool:
     return True
 
 
-def arithmetic(of_options: bool = True) -> dict[str, str]:
-    """Facts that decide the last bits of results besides bundle and options, by name.
-
-    `of_options` are those of libraries that only some options load.
-    """
+def arithmetic() -> dict[str, str]:
+    """Facts that decide the last bits of results besides bundle and options, by name."""
     libraries = ctypes.CDLL(None)
     blas = f"{_prepared[0] if _prepared else 'unknown'}, {platform.machine()}"
     if sys.platform == "darwin":
@@ -145,8 +140,6 @@ def arithmetic(of_options: bool = True) -> dict[str, str]:
         blas = f"{libraries.openblas_get_config().decode()}, {platform.machine()}"
     facts = {"MLX's version": mlx_version(), "the BLAS": blas}
     facts["the number of BLAS threads"] = str(blas_threads())
-    if of_options and (library := onednn.loaded()) is not None:
-        facts[OF_PRODUCTS] = f"oneDNN {library.version}"
     return facts | ({"the GPU": gpu} if (gpu := gpu_name()) else {})
 
 
@@ -175,7 +168,7 @@ def this_machine(device: str, arithmetic: str, compute_dtype: str = "float32") -
         allocator = "metal" if sys.platform == "darwin" else "mlx"
     elif sys.platform == "linux":
         allocator = "glibc"
-    dtype = choose(compute_dtype, device, packed, load_onednn)
+    dtype = choose(compute_dtype, device, packed)
     gc.collect()
     trim_heap()
     return Machine(
@@ -189,15 +182,6 @@ def this_machine(device: str, arithmetic: str, compute_dtype: str = "float32") -
         compute_reason=dtype.reason,
         llvm=device == "cpu" and not packed and not machine_code.lacking(),
     )
-
-
-def load_onednn() -> OneDnn:
-    """oneDNN, with as many threads as the BLAS.
-
-    Raises:
-        UsageError: this processor does not multiply bfloat16, or the library is not installed.
-    """
-    return onednn.load(blas_threads(), cpu_flags())
 
 
 def _load_gpu() -> int:

@@ -6,18 +6,23 @@ On a GPU it is the type of hidden values too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.core.errors import UsageError
-from runtime.machine.onednn import OPTION, OneDnn
-from runtime.machine.openblas import share_cores
+import numpy as np
 
+from runtime.core.errors import UsageError
+from runtime.machine import machine_code
+from runtime.machine.llvm_code import Code, Pointer, Variable, dot_of_pairs, fields, fma
+from runtime.machine.processor import cpu_flags
+
+OPTION = "--compute-dtype bfloat16"
 FASTER = 1.15  # times the rate of float32, from which on `auto` takes bfloat16
-TOKENS, COLUMNS, ROWS = 256, 896, 256  # of a product that is measured: one slice of a small model
 REPEATS = 9
-GPU_ROWS, TOGETHER = 4864, 4  # of a product on a GPU, and how many are measured at once
+LANES, SUMS = 16, 24  # of what is measured on a CPU: AVX-512, and sums as in a product
+TIMES = 20_000  # that each sum grows, some 0.1 ms
+TOKENS, COLUMNS = 256, 896  # of a product on a GPU
+GPU_ROWS, TOGETHER = 4864, 4  # the rest, and how many are measured at once
 
 
 @dataclass(frozen=True)
@@ -28,35 +33,38 @@ class ComputeDtype:
     reason: str
 
 
-def choose(
-    asked: str, device: str, packed: bool, load_library: Callable[[], OneDnn] | None
-) -> ComputeDtype:
+def lacking() -> str:
+    """Why this processor and its compiled code multiply no bfloat16; empty if they do."""
+    if reason := machine_code.lacking():
+        return f"products in bfloat16 are compiled, and {reason}"
+    flags = cpu_flags()
+    if "avx512f" in flags and "avx512_bf16" in flags:
+        return ""
+    return "this processor has no products of bfloat16 (AVX512-BF16)"
+
+
+def choose(asked: str, device: str, packed: bool, here: bool = True) -> ComputeDtype:
     """The type for "float32", "bfloat16" or "auto", which takes bfloat16 where it is faster.
 
-    Without a way to load the library, as for another machine, it is taken to be there. A GPU needs
-    none.
+    If it is not for `here`, as for another machine, products in bfloat16 are taken to be there.
 
     Raises:
         UsageError: bfloat16 was asked for, and is not available.
     """
     if asked == "float32":
         return ComputeDtype("float32", "as is usual")
-    try:
-        if packed and device == "cpu":
-            raise UsageError(
-                f"{OPTION} multiplies dequantized tiles; leave out --arithmetic packed, or give "
-                "float32"
-            )
-        library = None
-        if device == "cpu" and load_library is not None:
-            library = load_library()
-    except UsageError as problem:
-        if asked == "bfloat16":
-            raise
-        return ComputeDtype("float32", str(problem).removeprefix("--compute-dtype "))
-    if asked == "bfloat16" or load_library is None:
+    reason = ""
+    if device == "cpu":
+        reason = lacking() if here else ""
+        if packed:
+            reason = "it multiplies unpacked weights; leave out --arithmetic packed"
+    if reason and asked == "bfloat16":
+        raise UsageError(f"{OPTION}: {reason}, or give float32")
+    if reason:
+        return ComputeDtype("float32", f"bfloat16: {reason}")
+    if asked == "bfloat16" or not here:
         return ComputeDtype("bfloat16", "as asked")
-    rates = measure_gpu() if library is None else measure(library)
+    rates = measure_gpu() if device == "gpu" else measure()
     text = f"{rates.bfloat16:.0f} GFLOP/s in bfloat16, {rates.float32:.0f} in float32"
     return ComputeDtype("bfloat16" if rates.faster else "float32", text)
 
@@ -74,27 +82,40 @@ class Rates:
         return self.bfloat16 >= FASTER * self.float32
 
 
-def measure(library: OneDnn) -> Rates:
-    """The rates here and now, in some milliseconds: of the BLAS, and of oneDNN."""
-    import mlx.core as mx
-    import numpy as np
+def measure() -> Rates:
+    """The rates of a core here and now, in some milliseconds: of factors in its registers."""
+    rates = []
+    for inner in (1, 2):
+        work = machine_code.function(text_of(inner), 2)
+        sums = np.zeros(LANES, np.float32)
+        job = np.array([TIMES, sums.ctypes.data], np.int64)
+        seconds = []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            work(job.ctypes.data, job.ctypes.data)
+            seconds.append(time.perf_counter() - began)
+        rates.append(2e-9 * TIMES * SUMS * LANES * inner / min(seconds))
+    return Rates(*rates)
 
-    x, w, y = (np.ones(shape) for shape in ((TOKENS, COLUMNS), (ROWS, COLUMNS), (TOKENS, ROWS)))
-    floats = mx.array(x), mx.array(w)
-    bits, sums = [values.astype(np.uint16) for values in (x, w)], y.astype(np.float32)
-    share_cores(False)
-    float32 = _rate(lambda: mx.eval(floats[0] @ floats[1].T))
-    share_cores(True)
-    return Rates(float32, _rate(lambda: library.multiply(bits[0], bits[1].T, sums, add=True)))
+
+def text_of(inner: int) -> str:
+    """Sums that grow by a product of float32 in each lane, or by the products of two bfloat16."""
+    return Code(LANES).text(_grow, inner=inner)
 
 
-def _rate(multiply: Callable[[], None]) -> float:
-    seconds = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        multiply()
-        seconds.append(time.perf_counter() - began)
-    return 2e-9 * TOKENS * COLUMNS * ROWS / min(seconds)
+def _grow(code: Code, job: Pointer, own: Pointer, *, inner: int) -> None:
+    """A job: how many times, and where the result lies."""
+    a = fields(job, ("times", "y"), ("y",))
+    multiply, number = (fma, "float") if inner == 1 else (dot_of_pairs, "i32")
+    factor = a.y.view(number).load()
+    sums = [Variable(code.zeros()) for _ in range(SUMS)]
+    with code.loop(0, a.times, 1, sums):
+        for total in sums:
+            total.now = multiply(factor, factor, total.now)
+    whole = sums[0].now
+    for total in sums[1:]:
+        whole = whole + total.now
+    a.y.store(whole)
 
 
 def measure_gpu() -> Rates:

@@ -452,7 +452,10 @@ def fma(first: Value, second: Number, added: Number) -> Value:
 
 def dot_of_pairs(first: Value, second: Value, added: Value) -> Value:
     """first * second + added, where each lane of 32 bits of the first two has two bfloat16."""
-    pairs = [each.made(f"bitcast {each.typed} to <32 x bfloat>", "bfloat", 32) for each in (first, second)]
+    pairs = [
+        each.made(f"bitcast {each.typed} to <32 x bfloat>", "bfloat", 32)
+        for each in (first, second)
+    ]
     return added.code.own("x86.avx512bf16.dpbf16ps.512", [added, *pairs], "float", 16)
 
 

@@ -124,7 +124,7 @@ class Attention(Function, frozen=True):
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """A block of scores, its mask and probabilities, and a copied block of keys or values."""
-        if execution.in_map:
+        if execution.compiled:
             return self._compiled_bytes(call, execution)
         q, k, v = (shape_at(call.values[name], execution.bucket) for name in self.inputs)
         heads, tokens = q[1], q[2]

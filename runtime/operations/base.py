@@ -157,7 +157,7 @@ class Operation(
     def taken(self, name: str, backward: bool, execution: Execution) -> tuple[int, int]:
         """The rows and columns of a matrix that one of its products takes, by full name."""
         matrix = execution.tables.matrices[name]
-        if execution.in_map and not matrix.is_float:
+        if execution.compiled and not matrix.is_float:
             return matrix.rows, matrix.columns
         return execution.tile_shape(name, backward=False)
 

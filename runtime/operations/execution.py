@@ -41,7 +41,8 @@ class Execution:
     once. `packed` is the arithmetic of a GPU: products with the quantized words themselves.
     Matrices in floating point are multiplied a tile at a time, on every device. Products are
     computed in `compute_dtype`, "float32" or "bfloat16"; with `in_place` decoded tokens are
-    multiplied by the packed weights where they lie in the map.
+    multiplied by the packed weights where they lie in the map, and `compiled` code multiplies all
+    tokens by quantized weights there, in so many `threads`.
     """
 
     tables: Tables
@@ -60,22 +61,12 @@ class Execution:
     in_place: bool = False
     stacked_rows: Mapping[str, int] = field(default_factory=dict)
     compiled: bool = False
-    threads: int = 1  # in which compiled code runs
-
-    @property
-    def by_onednn(self) -> bool:
-        """Whether that library computes products: in bfloat16 on a CPU."""
-        return self.compute_dtype == "bfloat16" and self.tables.device == "cpu"
-
-    @property
-    def in_map(self) -> bool:
-        """Whether compiled code multiplies quantized tiles where they lie in the map."""
-        return self.compiled and self.compute_dtype == "float32"
+    threads: int = 1
 
     @property
     def queries(self) -> int:
         """How many queries attention takes at once: where it is compiled, a block of its own."""
-        return BLOCK if self.in_map else self.attention_block
+        return BLOCK if self.compiled else self.attention_block
 
     @property
     def value_dtype(self) -> str:
@@ -87,14 +78,9 @@ class Execution:
         """Bytes of a program's value, for each of its numbers."""
         return ITEM_BYTES[self.value_dtype]
 
-    @property
-    def factor_bytes(self) -> int:
-        """Bytes of a value as a product takes it."""
-        return ITEM_BYTES[self.compute_dtype]
-
     def rounded_bytes(self, values: int) -> int:
         """Bytes of a rounded copy of so many float32 values; 0 if products take float32."""
-        return 0 if self.compute_dtype == "float32" else values * self.factor_bytes
+        return 0 if self.compute_dtype == "float32" else values * ITEM_BYTES[self.compute_dtype]
 
     @property
     def one_evaluation(self) -> bool:
@@ -109,17 +95,17 @@ class Execution:
         """
         values = min(values, matrix.rows * matrix.columns)
         ready = self.tile_bytes(matrix, values)
-        if self.in_map and not matrix.is_float:
+        if self.compiled and not matrix.is_float:
             return ready
         if self.value_bytes < F32 and not self.packed:  # by way of float32, which heads multiply
             ready += values * F32
         if matrix.is_float:
             dtype = matrix.packed.dtype
-            if dtype == self.compute_dtype:
+            if dtype == self.value_dtype:
                 return ready
-            by_way_of = values * F32 if self.rounded_bytes(1) and dtype != "float32" else 0
+            by_way_of = values * F32 if self.value_bytes < F32 and dtype != "float32" else 0
             return ready + values * matrix.bits // 8 + by_way_of
-        if self.packed or self.compiled:
+        if self.packed:
             return ready
         scales = 2 * _per_group(matrix, values)
         return values * matrix.bits // 8 + scales + values + ready
@@ -129,10 +115,10 @@ class Execution:
         if self.packed and not matrix.is_float:
             share = values / (matrix.rows * matrix.columns)
             return int(matrix.nbytes * share) + 2 * _per_group(matrix, values)
-        if self.in_map and not matrix.is_float:
+        if self.compiled and not matrix.is_float:
             return 0
         added = 0 if matrix.biases is None else _per_group(matrix, values)
-        return values * self.factor_bytes + added
+        return values * self.value_bytes + added
 
     def tile_shape(self, name: str, backward: bool) -> tuple[int, int]:
         """The rows and columns of a matrix's tile."""
@@ -151,10 +137,10 @@ class Execution:
         )
 
 
-def materialized_bytes(matrix: Matrix, compute_dtype: str = "float32") -> int:
-    """Bytes of a whole matrix as products take it, with the shifts of affine groups."""
+def materialized_bytes(matrix: Matrix, dtype: str = "float32") -> int:
+    """Bytes of a whole matrix in a type, with the shifts of affine groups."""
     shifts = 0 if matrix.biases is None else matrix.groups * F32
-    return matrix.rows * matrix.columns * ITEM_BYTES[compute_dtype] + shifts
+    return matrix.rows * matrix.columns * ITEM_BYTES[dtype] + shifts
 
 
 def packed_bytes(matrix: Matrix) -> int:

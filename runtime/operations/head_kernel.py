@@ -109,8 +109,8 @@ class _Lane:
         state += [] if self.adapted is None else [self.adapted]
         return state if self.predicted is None else [*state, self.predicted]
 
-    def result(self, gradient: bool, products: Products) -> HeadResult:
-        scores = row_sums(products.rounded(self.given.x) * self.chosen)[:, 0]
+    def result(self, gradient: bool, products: Products, matrix: Matrix) -> HeadResult:
+        scores = row_sums(products.rounded(self.given.x, matrix) * self.chosen)[:, 0]
         lora, columns = self.shaping.lora, mx.zeros(0)
         if lora is not None and self.through_a is not None:
             columns = self.shaping.columns(self.targets).T  # (N, r)
@@ -197,7 +197,7 @@ class HeadKernel:
         lanes = [
             _Lane(
                 self.matrices.input(h),
-                products.rounded(self.matrices.rows(matrix, of_lane, move)),
+                products.rounded(self.matrices.rows(matrix, of_lane, move), matrix),
                 mx.full((len(h), 1), -mx.inf),
                 mx.zeros((len(h), 1)),
                 mx.zeros((len(h),), dtype=mx.int32) if predictions else None,
@@ -217,7 +217,7 @@ class HeadKernel:
                     lanes[lane].add(chunk, start, gradient)
                 del chunk
             arrays.finish([lane.state for lane in lanes])
-        results = [lane.result(gradient, products) for lane in lanes]
+        results = [lane.result(gradient, products, matrix) for lane in lanes]
         arrays.finish([[result.loss, result.dh] for result in results])
         return results
 

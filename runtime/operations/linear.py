@@ -153,7 +153,8 @@ def _backward(relative: str, call: Call, execution: Execution) -> int:
         most = part + execution.dequantizing_bytes(matrix, matrix.rows * width)
         return most + inputs * MASK if relative in call.dropped else most
     tile = execution.dequantizing_bytes(matrix, rows * matrix.columns)
-    tile += execution.rounded_bytes(call.tokens * rows)
+    taken = matrix.rows if execution.compiled and not matrix.is_float else rows
+    tile += execution.rounded_bytes(call.tokens * taken)
     most = tile + _part(matrix, rows, call.tokens)
     return max(most, inputs * F32) + inputs * MASK if relative in call.dropped else most
 

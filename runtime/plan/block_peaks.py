@@ -374,7 +374,7 @@ class PeakModel:
         return self._dequantized_bytes(lowered.block)
 
     def _dequantized_bytes(self, block: Block) -> int:
-        dtype = self.execution.compute_dtype
+        dtype = self.execution.value_dtype
         return sum(materialized_bytes(each, dtype) for each in self.manifest.matrices_of(block))
 
     @cached_property
@@ -456,7 +456,7 @@ class PeakModel:
     @property
     def beside_forward_bytes(self) -> int:
         """Unused bytes of a heap that holds hidden states of forwards alone, and no tiles."""
-        alone = self.execution.in_map and not self.demand.backward
+        alone = self.execution.compiled and not self.demand.backward
         return int(BESIDE_FORWARD * alone * self.lowered.bucket * self.manifest.hidden_size) * F32
 
     @property

@@ -19,7 +19,6 @@ from runtime.plan.lower import Keeping, LoweredBlock, LoweredModel, way_of
 OPERATION_S = 1 / 275e9  # of a product
 EDGE = 20  # a product with n rows, columns or tokens takes as long as one with n + EDGE
 DEQUANTIZED_S = 0.9e-9  # a value
-COMPILED_S = 0.45e-9  # a value dequantized to bfloat16 by compiled code, reading included
 IN_CACHE_S = 0.1e-9  # a value dequantized for a product that is computed at once
 READ_S = 0.35e-9  # a byte
 TILE_S = 300e-6  # what waits between the products with two tiles
@@ -108,8 +107,6 @@ def _product_seconds(tokens: int, height: int, width: int, products: float) -> f
 
 
 def _loading_seconds(matrix: Matrix, execution: Execution) -> float:
-    if execution.in_map and not matrix.is_float:
-        return matrix.rows * matrix.columns * IN_CACHE_S
     if execution.compiled and not matrix.is_float:
-        return matrix.rows * matrix.columns * COMPILED_S
+        return matrix.rows * matrix.columns * IN_CACHE_S
     return matrix.rows * matrix.columns * DEQUANTIZED_S + matrix.nbytes * READ_S

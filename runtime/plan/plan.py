@@ -82,7 +82,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     materialized_head: bool = False  # whether the head's matrix stays dequantized too
     compute_dtype: str = "float32"  # of products with frozen weights
     in_place: bool = False  # whether decoded tokens are multiplied by weights where they lie
-    compiled: bool = False  # whether code compiled by LLVM dequantizes tiles
+    compiled: bool = False  # whether code compiled by LLVM multiplies
 
     @property
     def sizes(self) -> Sizes:

@@ -42,7 +42,6 @@ GRAPH_FACTOR = 7  # bytes in memory of an opened graph, for each byte of its fil
 LEAST_CONTEXT = 64  # tokens; a shorter context is not proposed
 DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
-PRODUCTS_BYTES = 2_500_000  # oneDNN's code for all shapes that are multiplied, and its scratchpad
 OWN_BYTES = 60_000  # of a thread that multiplies: its panel of weights, and its stack
 TEXT_BYTES = 200_000  # of the heap, which the texts of compiled code leave in pieces
 THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
@@ -285,18 +284,16 @@ class Planner:
         return last
 
     def _compiled(self, task: Task) -> bool:
-        """Whether compiled code dequantizes: weights that lie in a map, and stay as they are.
+        """Whether compiled code multiplies: by weights that lie in a map, and stay as they are.
 
-        In float32 it multiplies by them at once, but the MeBP paper's plan has a block dequantized.
+        The MeBP paper's plan has a block dequantized.
         """
-        if task.request.layout == "paper" and self.machine.compute_dtype == "float32":
-            return False
         in_map = self.manifest.slice is None and not task.demand.trains_weights
-        return self.machine.llvm and in_map
+        return self.machine.llvm and in_map and task.request.layout != "paper"
 
     def _loads_weights(self, model: PeakModel) -> bool:
         """Whether weights can stay in memory as products take them: on a GPU also packed ones."""
-        if model.execution.in_map:
+        if model.execution.compiled:
             return False
         return not self.machine.packed or self.machine.device == "gpu"
 
@@ -305,11 +302,9 @@ class Planner:
         blas, execution = self.machine.blas, model.execution
         panel = min(blas.panel_bytes, model.largest_tile_bytes)
         nbytes = self.machine.process_bytes
-        if execution.in_map:
+        if execution.compiled:
             nbytes += min(blas.panel_bytes, model.largest_whole_value)
             nbytes += blas.threads * OWN_BYTES + TEXT_BYTES
-        elif execution.by_onednn:  # the BLAS has one thread
-            nbytes += panel + PRODUCTS_BYTES
         else:
             nbytes += blas.threads * panel
             if blas.threads > 1:

@@ -147,21 +147,42 @@ def training_machine(config: StepConfig, bundle: Bundle) -> Machine:
     return machine_for(bundle, config.arithmetic, config.compute_dtype)
 
 
-def for_values(machine: Machine, manifest: Manifest, asked: str) -> Machine:
-    """The machine with float32, if "auto" was asked for, where bfloat16 holds not all values.
+def for_values(machine: Machine, manifest: Manifest, config: StepConfig) -> Machine:
+    """The machine with float32, if "auto" was asked for, where values cannot be bfloat16.
 
     Raises:
         UsageError: bfloat16 was asked for.
     """
+    if machine.compute_dtype == "float32":
+        return machine
+    reason = _only_float32(manifest) if machine.device == "gpu" else uncompiled(manifest, config)
+    if not reason:
+        return machine
+    if config.compute_dtype == "bfloat16":
+        raise UsageError(f"--compute-dtype bfloat16: {reason}; give float32")
+    return msgspec.structs.replace(machine, compute_dtype="float32", compute_reason=reason)
+
+
+def _only_float32(manifest: Manifest) -> str:
+    """The values of a GPU that bfloat16 cannot hold, in words; empty if there are none."""
     types = manifest.block_types.values()
     reasons = [each.only_float32 for block_type in types for each in block_type.operations]
     reason = next(filter(None, reasons), "")
-    if not reason or machine.device == "cpu" or machine.compute_dtype == "float32":
-        return machine
-    lacking = f"bfloat16 does not hold {reason}, which go from layer to layer on a GPU"
-    if asked == "bfloat16":
-        raise UsageError(f"--compute-dtype bfloat16: {lacking}; give float32, or --device cpu")
-    return msgspec.structs.replace(machine, compute_dtype="float32", compute_reason=lacking)
+    return reason and f"it does not hold {reason}, which go from layer to layer on a GPU"
+
+
+def uncompiled(manifest: Manifest, config: StepConfig) -> str:
+    """Why compiled code, which alone multiplies bfloat16 on a CPU, does not run; empty if it does.
+
+    Some matrices may be in floating point, and are multiplied in float32.
+    """
+    if config.plan == "paper":
+        return "the paper's plan has whole layers dequantized to float32"
+    if manifest.slice is not None:
+        return "weights that workers send each other are dequantized to float32"
+    if all(matrix.is_float for matrix in manifest.matrices.values()):
+        return "it multiplies quantized weights, and those of this bundle are in floating point"
+    return ""
 
 
 def reason_to_replan(plan: Plan, made: Plan, planner: Planner, task: Task, budget: int) -> str:

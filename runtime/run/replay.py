@@ -18,7 +18,7 @@ from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.paths import output_path
-from runtime.machine.backend import OF_PRODUCTS, arithmetic, use_device
+from runtime.machine.backend import arithmetic, use_device
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.run_weights import open_weights, write_trained
 from runtime.methods.full.weights import FullWeights
@@ -102,9 +102,7 @@ def replay(
         known = dict.fromkeys(steps for steps in (best, saved_steps) if steps is not None)
         identical = _compared(folder, header, updates, start, known)
         _write(rebuild(header, updates[:last], start), output)
-    others = ""
-    if saved is not None:  # a replay multiplies nothing by weights
-        others = folder.saves.read(saved).other_arithmetic(arithmetic(), but=OF_PRODUCTS)
+    others = "" if saved is None else folder.saves.read(saved).other_arithmetic(arithmetic())
     return Replayed(
         other_arithmetic=others,
         steps=len(updates),

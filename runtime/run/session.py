@@ -7,7 +7,6 @@ from itertools import chain
 
 import mlx.core as mx
 
-from runtime.arrays.compiled_dequantize import Dequantizing
 from runtime.arrays.compiled_products import MapTiles
 from runtime.arrays.matrices import Place
 from runtime.arrays.packed_rows import PackedRows
@@ -18,7 +17,7 @@ from runtime.bundle.store import Bundle, open_bundle
 from runtime.core.notes import Note, silent, warning
 from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model
-from runtime.machine.backend import limit_memory, load_onednn, use_device
+from runtime.machine.backend import limit_memory, use_device
 from runtime.machine.glibc import place_values, trim_heap
 from runtime.machine.machine_code import why_not_kept
 from runtime.machine.openblas import blas_threads, share_cores
@@ -40,7 +39,7 @@ class Session:
     graphs: Graphs
     profile: Profile = field(default_factory=Profile)
     in_place: PackedRows | None = None
-    compiled: Dequantizing | MapTiles | None = None
+    compiled: MapTiles | None = None
     _models: dict[int, Model] = field(default_factory=dict)
     _materialized: dict[Place, ReadyTile] = field(default_factory=dict)
 
@@ -113,10 +112,7 @@ def open_session(
     code cannot be kept.
     """
     use_device(bundle.manifest.device)
-    by_onednn = plan.compute_dtype == "bfloat16" and bundle.manifest.device == "cpu"
-    if by_onednn:
-        load_onednn()
-    share_cores(by_onednn or (plan.compiled and weights is None))
+    share_cores(plan.compiled and weights is None)
     live_bytes = max(0, plan.active_bytes - plan.value_bytes)
     limit_memory(bundle.manifest.device, live_bytes, plan.cache_bytes)
     mx.clear_cache()
@@ -130,14 +126,12 @@ def open_session(
             in_place = PackedRows(mapped, blas_threads())
             in_place.prepare(matrices)
         if plan.compiled:
-            threads = blas_threads()
-            compiled = Dequantizing(mapped) if by_onednn else MapTiles(mapped, threads)
+            compiled = MapTiles(mapped, blas_threads(), plan.compute_dtype)
             compiled.prepare(matrices)
-            if not by_onednn:
-                every = chain.from_iterable(each.operations for each in types)
-                operations = [each.on_device("cpu") for each in every]
-                prepare_gates(operations)
-                prepare_attention([] if plan.context else operations)
+            every = chain.from_iterable(each.operations for each in types)
+            operations = [each.on_device("cpu") for each in every]
+            prepare_gates(operations)
+            prepare_attention([] if plan.context else operations)
         if refusal := why_not_kept():
             note(warning(refusal))
     session = Session(bundle, plan, weights, Graphs(bundle), in_place=in_place, compiled=compiled)

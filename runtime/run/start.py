@@ -65,9 +65,9 @@ def _plan(
     if config.arithmetic != "auto" and config.arithmetic != machine.arithmetic:
         machine = msgspec.structs.replace(machine, arithmetic=config.arithmetic)
     if config.compute_dtype == "bfloat16" and machine.compute_dtype == "float32":  # not this one
-        dtype = choose("bfloat16", machine.device, machine.packed, None)
+        dtype = choose("bfloat16", machine.device, machine.packed, here=False)
         machine = msgspec.structs.replace(machine, compute_dtype=dtype.name)
-    machine = for_values(machine, bundle.manifest, config.compute_dtype)
+    machine = for_values(machine, bundle.manifest, config)
     if config.compute_dtype == "auto":
         note(f"products in {machine.compute_dtype}: {machine.compute_reason}")
     task = training(config, bundle.manifest, workers)

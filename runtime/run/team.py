@@ -301,7 +301,7 @@ def versions() -> dict[str, str]:
     from runtime.core.version import __version__
     from runtime.machine.backend import arithmetic
 
-    return {"ondevice's version": __version__, **arithmetic(of_options=False)}
+    return {"ondevice's version": __version__, **arithmetic()}
 
 
 def _remove(folder: Path, made: Sequence[Path]) -> None:

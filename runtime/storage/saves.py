@@ -47,12 +47,12 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sha256 = hashlib.sha256(plain).hexdigest()
         return msgspec.json.encode(msgspec.structs.replace(self, sha256=sha256)) + b"\n"
 
-    def other_arithmetic(self, here: Mapping[str, str], but: str = "") -> str:
-        """The facts of `here` that were others in this save, `but` one; empty if none was."""
+    def other_arithmetic(self, here: Mapping[str, str]) -> str:
+        """The facts of `here` that were others in this save; empty if none was."""
         return ", ".join(
             f"{name} is {here.get(name, 'none')}, not {before}"
             for name, before in self.arithmetic.items()
-            if name != but and here.get(name) != before
+            if here.get(name) != before
         )
 
 

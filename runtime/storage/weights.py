@@ -19,8 +19,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.compiled_dequantize import Stored
 from runtime.arrays.stored import Block, Extent, Matrix
+from runtime.arrays.stored_codes import Stored
 from runtime.arrays.weight_source import FloatTile, QuantizedTile, Tile
 from runtime.bundle.manifest import block_range, dense_range
 from runtime.bundle.store import Bundle

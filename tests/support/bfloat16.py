@@ -7,32 +7,33 @@ from oracles.bfloat16 import RoundedProducts
 
 from runtime.arrays.arrays import Arrays
 from runtime.arrays.products import Products
-from runtime.core.errors import UsageError
+from runtime.arrays.stored import Matrix
+from runtime.arrays.tiles import ReadyTile
+from runtime.arrays.weight_source import Tile
 from runtime.engine import model
-from runtime.machine import backend, machine_code
-from runtime.machine.backend import load_onednn
-from runtime.machine.onednn import OneDnn
-from runtime.run import session
+from runtime.machine import compute_dtype, machine_code
+from runtime.run import budget
 
 
-def require_onednn() -> OneDnn:
-    """oneDNN; the test is skipped where it is not installed, or does not multiply bfloat16."""
-    try:
-        return load_onednn()
-    except UsageError as reason:
-        pytest.skip(str(reason))
+def require_bfloat16() -> None:
+    """The test is skipped where the processor or its compiled code does not multiply bfloat16."""
+    if reason := compute_dtype.lacking():
+        pytest.skip(reason)
 
 
 def with_rounded_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have models of this process that compute in bfloat16 multiply by the oracle."""
-    original = model.products_for
+    original, ready = model.products_for, ReadyTile.of
 
-    def products_for(compute_dtype: str, arrays: Arrays, library: OneDnn | None) -> Products:
-        if compute_dtype == "bfloat16":
-            return RoundedProducts(arrays)
-        return original(compute_dtype, arrays, library)
+    def products_for(dtype: str, arrays: Arrays) -> Products:
+        return RoundedProducts(arrays) if dtype == "bfloat16" else original(dtype, arrays)
+
+    def ready_tile(tile: Tile, matrix: Matrix, packed: bool, products: Products) -> ReadyTile:
+        of = products.whole_tile if isinstance(products, RoundedProducts) else ready
+        return of(tile, matrix, packed, products)
 
     monkeypatch.setattr(model, "products_for", products_for)
-    monkeypatch.setattr(machine_code, "lacking", lambda: "its tiles are bits for oneDNN")
-    for module in (backend, model, session):
-        monkeypatch.setattr(module, "load_onednn", lambda *_: None)
+    monkeypatch.setattr(ReadyTile, "of", ready_tile)
+    monkeypatch.setattr(machine_code, "lacking", lambda: "the oracle multiplies")
+    monkeypatch.setattr(compute_dtype, "lacking", lambda: "")
+    monkeypatch.setattr(budget, "uncompiled", lambda *_: "")

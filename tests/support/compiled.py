@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from runtime.arrays.compiled_dequantize import Stored
 from runtime.arrays.stored import Extent, Matrix
+from runtime.arrays.stored_codes import Stored
 from runtime.arrays.weight_source import QuantizedTile
 from runtime.machine.machine_code import lacking
 from support.bundles import Rng

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 
-from runtime.arrays.compiled_dequantize import Dequantizing
 from runtime.arrays.compiled_products import MapTiles
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Gradients
@@ -229,6 +228,5 @@ def model_of(
     lowered = lower(bundle.manifest, bucket, sizes, packed, 0, compute_dtype, compiled)
     by = None
     if compiled:
-        mapped = Weights(bundle)
-        by = MapTiles(mapped, 2) if compute_dtype == "float32" else Dequantizing(mapped)
+        by = MapTiles(Weights(bundle), 2, compute_dtype)
     return Model(bundle, weights or Weights(bundle), lowered, Graphs(bundle), compiled=by)

@@ -8,9 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 from oracles import whole_model as reference
-from support.bfloat16 import require_onednn
+from oracles.bfloat16 import nearest
 from support.bundles import Rng, Tiny
 from support.compiled import RandomMatrix, require_compiled
 from support.models import CLOSE, adapters_of, mebp, model_of, rows_of
@@ -20,10 +21,10 @@ from runtime.arrays import compiled_attention, compiled_gates, compiled_products
 from runtime.arrays.arrays import CpuArrays
 from runtime.arrays.compiled_products import CompiledProducts, MapTile
 from runtime.arrays.dequantize import dense
-from runtime.arrays.product_text import NARROW, WIDE, Registers, text_of
+from runtime.arrays.product_text import NARROW, WIDE, Registers, rounding_text, text_of
 from runtime.arrays.products import LowRank
 from runtime.engine.model import Model
-from runtime.machine import machine_code
+from runtime.machine import compute_dtype, machine_code
 from runtime.machine.compiling_process import image
 from runtime.machine.machine_code import Text, compile_all
 from runtime.machine.processor import cpu_flags
@@ -35,6 +36,16 @@ from runtime.run.session import open_session
 SCALES = ("float16", "bfloat16", "float32")
 SETTINGS = list(product((4, 8), (32, 64, 128), ("symmetric", "affine")))
 REGISTERS = (WIDE, NARROW) if "avx512f" in cpu_flags() else (NARROW,)
+HALF = "avx512_bf16" in cpu_flags()
+KINDS = [
+    *(pytest.param(each, "float32", id=f"{each.lanes} lanes") for each in REGISTERS),
+    pytest.param(
+        WIDE,
+        "bfloat16",
+        id="bfloat16",
+        marks=pytest.mark.skipif(not HALF, reason="the processor lacks AVX512-BF16"),
+    ),
+]
 
 
 def _scales(at: int) -> str:
@@ -46,36 +57,43 @@ def compiled_at_once() -> None:
     """A process for each text would take 0.2 s."""
     require_compiled()
     prepare()
+    kinds = [*((each, 1) for each in REGISTERS), *([(WIDE, 2)] if HALF else [])]
     compile_all(
-        Text(text_of, (by_rows, bits, size, _scales(at), layout == "affine", registers))
+        Text(text_of, (by_rows, bits, size, _scales(at), layout == "affine", *kind))
         for at, (bits, size, layout) in enumerate(SETTINGS)
-        for by_rows, registers in product((False, True), REGISTERS)
+        for by_rows, kind in product((False, True), kinds)
     )
 
 
-@pytest.mark.parametrize("registers", REGISTERS, ids=lambda each: f"{each.lanes} lanes")
+def _as_multiplied(values: mx.array, dtype: str) -> npt.NDArray[np.float64]:
+    """Factors as products of a type take them, exactly."""
+    return (nearest(values) if dtype == "bfloat16" else np.array(values)).astype(np.float64)
+
+
+@pytest.mark.parametrize(("registers", "dtype"), KINDS)
 @pytest.mark.parametrize("at", range(len(SETTINGS)))
 def test_every_weight_is_that_of_the_reference(
-    rng: Rng, monkeypatch: pytest.MonkeyPatch, at: int, registers: Registers
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, at: int, registers: Registers, dtype: str
 ) -> None:
     """The product with the identity has every bit of the weights, in either direction."""
     monkeypatch.setattr(compiled_products, "registers", lambda: registers)
     bits, size, layout = SETTINGS[at]
     weights = RandomMatrix(rng, bits, layout, size, _scales(at), most=150)
-    ours = CompiledProducts(CpuArrays(), 2)
+    ours = CompiledProducts(CpuArrays(), 2, dtype)
     for by_columns in (False, True):
         start, stop = weights.part(rng, by_columns)
         tile = MapTile(weights.matrix, weights.mapped(weights.matrix, start, stop, by_columns))
-        expected = np.array(dense(weights.tile(start, stop, by_columns), bits, CpuArrays()))
-        rows, columns = expected.shape
-        assert (expected == np.array(ours.multiply(mx.eye(columns), tile, False, None)).T).all()
-        assert (np.array(ours.multiply(mx.eye(rows), tile, True, None)) == expected).all()
+        weight = dense(weights.tile(start, stop, by_columns), bits, CpuArrays())
+        expected = _as_multiplied(weight, dtype)
+        across, down = (ours.factor(mx.eye(n)) for n in reversed(expected.shape))
+        assert (expected == np.array(ours.multiply(across, tile, False, None)).T).all()
+        assert (np.array(ours.multiply(down, tile, True, None)) == expected).all()
 
 
-@pytest.mark.parametrize("registers", REGISTERS, ids=lambda each: f"{each.lanes} lanes")
+@pytest.mark.parametrize(("registers", "dtype"), KINDS)
 @pytest.mark.parametrize("tokens", [0, 1, 5, 6, 9, 10, 37, 200])
 def test_sums_and_adapters_are_those_of_numpy(
-    rng: Rng, monkeypatch: pytest.MonkeyPatch, tokens: int, registers: Registers
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, tokens: int, registers: Registers, dtype: str
 ) -> None:
     monkeypatch.setattr(compiled_products, "registers", lambda: registers)
     at = int(rng.integers(len(SETTINGS)))
@@ -83,32 +101,33 @@ def test_sums_and_adapters_are_those_of_numpy(
     weights = RandomMatrix(rng, bits, layout, size, _scales(at), most=150)
     start, stop = weights.part(rng, False)
     tile = MapTile(weights.matrix, weights.mapped(weights.matrix, start, stop, False))
-    w = np.array(dense(weights.tile(start, stop, False), bits, CpuArrays())).astype(np.float64)
+    w = _as_multiplied(dense(weights.tile(start, stop, False), bits, CpuArrays()), dtype)
     rows, columns = w.shape
 
     def drawn(*shape: int) -> mx.array:
         return mx.array(rng.normal(size=shape).astype(np.float32))
 
-    alone, both = (CompiledProducts(CpuArrays(), threads) for threads in (1, 3))
+    alone, both = (CompiledProducts(CpuArrays(), threads, dtype) for threads in (1, 3))
     for by_rows, rank in product((False, True), (0, 3, 130)):
         depth, width = (rows, columns) if by_rows else (columns, rows)
         x, onto, u, b = (
             drawn(tokens, depth), drawn(tokens, width), drawn(tokens, rank), drawn(rank, width)
         )  # fmt: skip
         added = LowRank(u, b) if rank else None
-        expected = np.array(x).astype(np.float64) @ (w if by_rows else w.T)
+        expected = _as_multiplied(x, dtype) @ (w if by_rows else w.T)
         expected += np.array(u).astype(np.float64) @ np.array(b) if rank else 0
-        y = both.multiply(x, tile, by_rows, None, added)
+        given = both.factor(x)
+        y = both.multiply(given, tile, by_rows, None, added)
         assert reference.relative_error(y, mx.array(expected)) <= CLOSE
-        assert (np.array(y) == np.array(alone.multiply(x, tile, by_rows, None, added))).all()
+        assert (np.array(y) == np.array(alone.multiply(given, tile, by_rows, None, added))).all()
         expected += np.array(onto)
-        sums = both.multiply(x, tile, by_rows, onto, added)
+        sums = both.multiply(given, tile, by_rows, onto, added)
         assert reference.relative_error(sums, mx.array(expected)) <= CLOSE
     a = drawn(rows + 4, 3)
     x, u = drawn(tokens, columns), drawn(tokens, 3)
     added = LowRank(u, a, transposed=True, columns=slice(2, 2 + rows))
-    y = both.multiply(x, tile, False, None, added)
-    expected = np.array(x).astype(np.float64) @ w.T + np.array(u) @ np.array(a)[2 : 2 + rows].T
+    y = both.multiply(both.factor(x), tile, False, None, added)
+    expected = _as_multiplied(x, dtype) @ w.T + np.array(u) @ np.array(a)[2 : 2 + rows].T
     assert reference.relative_error(y, mx.array(expected)) <= CLOSE
 
 
@@ -165,21 +184,33 @@ def test_processors_without_bfloat16_read_such_scales() -> None:
             assert image(machine.emit_object(llvm.parse_assembly(text)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_processors_with_bfloat16_multiply_pairs() -> None:
+    """On every machine, since the one at hand may have no such instructions."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_default_triple()
+    machine = target.create_target_machine("znver4", opt=3, reloc="pic", codemodel="small")
+    products = [text_of(by_rows, 4, 32, "float16", True, WIDE, 2) for by_rows in (False, True)]
+    rounding = machine.emit_assembly(llvm.parse_assembly(rounding_text(WIDE.lanes)))
+    assert "vcvtneps2bf16" in rounding
+    for text in (compute_dtype.text_of(2), *products):
+        assert "vdpbf16ps" in machine.emit_assembly(llvm.parse_assembly(text))
+
+
 @pytest.mark.parametrize(
     ("family", "layouts", "slices"), [("qwen2", "", True), ("gemma3", "mixed", False)]
 )
 def test_gradients_are_those_without_compiled_code(
-    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str, slices: bool, dtype: str
+    tiny: Tiny, rng: Rng, tmp_path: Path, family: str, layouts: str, slices: bool
 ) -> None:
-    if dtype == "bfloat16":
-        require_onednn()
     bundle = tiny(family, layouts)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
 
     def gradients(compiled: bool) -> dict[str, mx.array]:
         (folder := tmp_path / str(compiled)).mkdir()
-        model = model_of(bundle, 32, slices=slices, compute_dtype=dtype, compiled=compiled)
+        model = model_of(bundle, 32, slices=slices, compiled=compiled)
         return mebp(model, adapters, rows, folder)[1]
 
     ours, others = gradients(True), gradients(False)

@@ -16,7 +16,6 @@ from support.compiled import require_compiled
 
 from runtime.arrays import (
     attention_text,
-    compiled_dequantize,
     compiled_gates,
     packed_rows,
     product_text,
@@ -104,7 +103,6 @@ KIND = ("g", "u", "d"), ("dg", "du")
         (product_text.text_of, (True, 4, 32, "bfloat16", True, product_text.NARROW)),
         (attention_text.text_of, (True, 2.5, 8)),
         (compiled_gates.text_of, ((1.5, 0.5), *KIND, 8)),
-        (compiled_dequantize.text_of, (8, 64, "float16", True)),
         (packed_rows.text_of, (4, 64, "symmetric", "float32", 2)),
     ],
 )

@@ -1,10 +1,11 @@
 """`--compute-dtype bfloat16` in whole runs: what they keep, and what is refused.
 
-Where oneDNN is absent, runs of the tests' own process multiply by the oracle.
+Runs of the tests' own process multiply by the oracle, on every processor.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tomllib
 from pathlib import Path
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from support.bfloat16 import with_rounded_products
 from support.bundles import Tiny
 from support.lora import with_lora
-from support.plans import LINUX, MAC, plan_of, predicted, task_of
+from support.plans import LINUX, MAC, predicted, task_of
 from support.runs import (
     here,
     metrics_of,
@@ -24,14 +25,17 @@ from support.runs import (
     train_arguments,
 )
 
+from runtime.bundle.manifest import Slice
+from runtime.config.train import PlanConfig
 from runtime.core.errors import UsageError
 from runtime.methods.zeroth import forward_only
-from runtime.plan.lower import lower
-from runtime.plan.planner import PRODUCTS_BYTES
 from runtime.plan.sizes import LEVELS
 from runtime.run.budget import for_values
 
-HALF = "bfloat16"
+HALF, BYTES = "bfloat16", 2
+ASKED, AUTOMATIC = (
+    PlanConfig(bundle="model", budget="1GB", compute_dtype=each) for each in (HALF, "auto")
+)
 
 
 @pytest.fixture
@@ -59,10 +63,9 @@ def test_automatic_is_settled_when_a_run_begins(
 ) -> None:
     """So that it goes on as it began, whatever is faster later, and elsewhere."""
     run = tmp_path / "run"
-    monkeypatch.setattr("runtime.machine.onednn._loaded", [])
-    monkeypatch.setattr("runtime.machine.backend.cpu_flags", set)
+    monkeypatch.setattr("runtime.machine.compute_dtype.lacking", lambda: "none here")
     done = succeeds(*train_arguments(tiny("qwen2").path, run, 1, compute_dtype="auto"), by=here)
-    assert "products in float32: bfloat16" in done.stderr  # and the reason
+    assert "products in float32: bfloat16: none here" in done.stderr
     assert tomllib.loads((run / "config.toml").read_text())["compute_dtype"] == "float32"
     assert json.loads((run / "plan.json").read_text())["compute_dtype"] == "float32"
     refuses(2, "--compute-dtype bfloat16", "plan", tiny("qwen2").path, "--compute-dtype", HALF)
@@ -104,31 +107,42 @@ def test_values_that_bfloat16_does_not_hold_stay_float32_on_a_gpu(tiny: Tiny) ->
     half = replace(MAC, compute_dtype=HALF)
     manifest = tiny("gemma4").manifest
     with pytest.raises(UsageError, match="does not hold the numbers of tokens"):
-        for_values(half, manifest, HALF)
-    automatic = for_values(half, manifest, "auto")
+        for_values(half, manifest, ASKED)
+    automatic = for_values(half, manifest, AUTOMATIC)
     assert automatic.compute_dtype == "float32" and "numbers of tokens" in automatic.compute_reason
-    assert for_values(half, tiny("qwen2").manifest, HALF) == half
+    assert for_values(half, tiny("qwen2").manifest, ASKED) == half
     linux = replace(LINUX, compute_dtype=HALF)
-    assert for_values(linux, manifest, HALF) == linux
+    assert for_values(linux, manifest, ASKED) == linux
 
 
-def test_a_plan_counts_tiles_of_half_the_size_and_the_library(tiny: Tiny) -> None:
+def test_on_a_cpu_weights_are_quantized_and_lie_in_a_map(tiny: Tiny) -> None:
+    half, quantized = replace(LINUX, compute_dtype=HALF), tiny("qwen2").manifest
+    floats = tiny("qwen2", "bfloat16").manifest
+    sliced = replace(quantized, slice=Slice(1, 2, ""))
+    for manifest, plan, reason in (
+        (quantized, "paper", "the paper's plan has whole layers dequantized to float32"),
+        (sliced, "budget", "weights that workers send each other are dequantized to float32"),
+        (
+            floats,
+            "budget",
+            "it multiplies quantized weights, and those of this bundle are in floating point",
+        ),
+    ):
+        with pytest.raises(UsageError, match=f"bfloat16: {reason}; give float32"):
+            for_values(half, manifest, dataclasses.replace(ASKED, plan=plan))
+        automatic = for_values(half, manifest, dataclasses.replace(AUTOMATIC, plan=plan))
+        assert automatic.compute_dtype == "float32" and reason in automatic.compute_reason
+
+
+def test_a_plan_counts_rounded_factors(tiny: Tiny) -> None:
     manifest = tiny("llama").manifest
-    machines = {dtype: replace(LINUX, compute_dtype=dtype) for dtype in ("float32", HALF)}
+    machines = [replace(LINUX, llvm=True, compute_dtype=each) for each in ("float32", HALF)]
+    widest = sum(max(each.rows, each.columns) for each in manifest.matrices.values())
     for method in ("mebp", "mezo"):
         task = task_of(32, method)
         for level in (LEVELS[3], LEVELS[-1]):
             exact, half = (
-                predicted(manifest, task, level, machine=machine) for machine in machines.values()
+                predicted(manifest, task, level, machine=machine) for machine in machines
             )
-            tiles = (
-                lower(manifest, 32, level, packed=False, compute_dtype=dtype).execution
-                for dtype in machines
-            )
-            wide, narrow = (execution.largest_tile_bytes() for execution in tiles)
-            assert narrow < 0.8 * wide  # the words and the integers are the same
-            assert 0 < half.process_bytes - exact.process_bytes <= PRODUCTS_BYTES
-        exact, half = (plan_of(manifest, task, machine=machine) for machine in machines.values())
-        if exact.materialized_layers == half.materialized_layers:
-            share = half.materialized_bytes / exact.materialized_bytes
-            assert 0.5 <= share < 0.6  # the shifts of affine groups are float32
+            assert half.compiled and exact.process_bytes == half.process_bytes
+            assert 0 < half.live_bytes - exact.live_bytes <= 32 * widest * BYTES

@@ -22,9 +22,9 @@ from support.prefixes import prefix_of, with_prefix
 from support.random_types import random_bundle
 
 from runtime.adapters.lora import LoraSettings
-from runtime.arrays.compiled_dequantize import Stored
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.stored import Extent, Matrix
+from runtime.arrays.stored_codes import Stored
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError
 from runtime.engine.graphs import Graphs

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.bfloat16 import require_onednn
+from support.bfloat16 import require_bfloat16
 from support.bundles import Rng, Tiny
 from support.runs import (
     adapter,
@@ -74,7 +74,7 @@ def test_killed_resumed_and_replayed_is_the_same(
 ) -> None:
     family, options = {**CASES, **LONGER}[case]
     if "compute_dtype" in options:
-        require_onednn()
+        require_bfloat16()
     bundle = tiny(family, seq_lens=(16, 32), device="auto").path
     options = {"save_every": SAVE_EVERY, **options}
     flags = ["--rslora"] if case.startswith("lora") else []
