@@ -104,7 +104,7 @@ def _compiled() -> Finding:
     except BudgetError as problem:  # the system has ended the process that compiles
         why = str(problem)
     if not why:
-        return Finding("compiled code", Status.OK, "dequantizes weights, and multiplies by them")
+        return Finding("compiled code", Status.OK, "multiplies by quantized weights where they lie")
     status = Status.MISSING if is_built_for() else Status.OK  # elsewhere there is nothing to mend
     way = "all works without it, more slowly"
     return Finding("compiled code", status, f"weights are dequantized without: {why}", way)

@@ -66,6 +66,7 @@ def choose(asked: str, device: str, packed: bool, here: bool = True) -> ComputeD
         return ComputeDtype("bfloat16", "as asked")
     rates = measure_gpu() if device == "gpu" else measure()
     text = f"{rates.bfloat16:.0f} GFLOP/s in bfloat16, {rates.float32:.0f} in float32"
+    text += "" if device == "gpu" else ", on each core"
     return ComputeDtype("bfloat16" if rates.faster else "float32", text)
 
 
