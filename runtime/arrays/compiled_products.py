@@ -135,13 +135,15 @@ class CompiledProducts(Products):
         by_rows: bool,
         onto: mx.array | None,
         added: LowRank | None = None,
+        to: mx.array | None = None,
     ) -> mx.array:
-        """See `Products`; the product is in place of `onto`."""
+        """See `Products`; the product is in place of `onto`, or else in `to`."""
         plain = x.x if isinstance(x, Rounded) else x
         if not isinstance(w, MapTile):
             return super().multiply(plain, w, by_rows, onto, added)
         columns = w.columns if by_rows else w.rows
-        y = mx.zeros((plain.shape[0], columns)) if onto is None else onto
+        y = to if onto is None else onto
+        y = mx.zeros((plain.shape[0], columns)) if y is None else y
         apart = added if added is not None and added.rank > DEPTH else None
         how = by_rows, onto is not None
         given = x.pairs(self.team) if isinstance(x, Rounded) else view(x)

@@ -78,10 +78,12 @@ class Products:
         by_rows: bool,
         onto: mx.array | None,
         added: LowRank | None = None,
+        to: mx.array | None = None,
     ) -> mx.array:
         """x w^T (T, R) for x (T, C) and w (R, C); if `by_rows` x w (T, C) for x (T, R).
 
-        `onto`, which is consumed, and `added` are added if they are given.
+        `onto`, which is consumed, and `added` are added if they are given. Where no array has to be
+        made, the result may be in the memory of `to`, whose values are no longer needed.
         """
         y = self._product(x, w if by_rows else w.T, onto)
         return y if added is None else added.onto(y)

@@ -73,14 +73,21 @@ class ReadyTile:
             arrays.put(self.shift, slice(None), tile.shift)
 
     def transposed_product(
-        self, given: Input, onto: mx.array | None = None, added: LowRank | None = None
+        self,
+        given: Input,
+        onto: mx.array | None = None,
+        added: LowRank | None = None,
+        to: mx.array | None = None,
     ) -> mx.array:
-        """x W^T (T, R') for the tile's rows, with `onto`, which is consumed, and `added`."""
+        """x W^T (T, R') for the tile's rows, with `onto`, which is consumed, and `added`.
+
+        It may be in the memory of `to`.
+        """
         if self.packed is not None:
             y = self.quantized(given.x, transpose=True)
             y = y if onto is None else onto + y
             return y if added is None else added.onto(y)
-        onto = self.products.multiply(given.factor, self.values, False, onto, added)
+        onto = self.products.multiply(given.factor, self.values, False, onto, added, to)
         if self.shift is not None:
             arrays = self.products.arrays
             sums = given.group_sums(self.shift.shape[1], arrays)
@@ -138,8 +145,12 @@ class RowSum:
         tile: ReadyTile,
         fade: mx.array | None = None,
         added: LowRank | None = None,
+        to: mx.array | None = None,
     ) -> None:
-        """Scale the sum by `fade` (T, 1), then add input (T, R') times tile, and `added`."""
+        """Scale the sum by `fade` (T, 1), then add input (T, R') times tile, and `added`.
+
+        The first sum may be in the memory of `to`.
+        """
         total, self.total = self.total, None  # leaves no other reference to what is added to
         if total is not None and fade is not None:
             total = total * fade
@@ -148,7 +159,7 @@ class RowSum:
             term = term if total is None else term + total.astype(mx.float32)
             self.total = term if added is None else added.onto(term)
         else:
-            self.total = tile.products.multiply(given.factor, tile.values, True, total, added)
+            self.total = tile.products.multiply(given.factor, tile.values, True, total, added, to)
         del total
         if tile.shift is not None:
             self._add_shifts(given.x, tile.shift, fade)

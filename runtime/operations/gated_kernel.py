@@ -42,9 +42,14 @@ Curve = Callable[[Floats, Floats | None, Floats | None, Floats, Floats], None]
 """Computes f of g, its slope, or both, where they are given, with two arrays of scratch."""
 
 
-def gated(curve: Curve, *parts: mx.array, team: Team | None = None) -> mx.array:
-    """f(gate) * up, evaluated, of float32 arrays of one shape; without an up f(gate)."""
-    (y,) = _made(parts[0], 1)
+def gated(
+    curve: Curve, *parts: mx.array, team: Team | None = None, to: mx.array | None = None
+) -> mx.array:
+    """f(gate) * up, evaluated, of float32 arrays of one shape; without an up f(gate).
+
+    It is in the memory of `to` if that is given, which may be the gate's where code is compiled.
+    """
+    y = _made(parts[0], 1)[0] if to is None else to
     gate_into(curve, parts, y, team)
     return y
 
@@ -61,9 +66,17 @@ def gate_into(curve: Curve, parts: Sequence[Any], y: Any, team: Team | None = No
             np.multiply(f, u, out=f)
 
 
-def gated_vjp(curve: Curve, *parts: mx.array, team: Team | None = None) -> list[mx.array]:
-    """The gradients of gate and up, or of the gate alone, evaluated. The last part is dy."""
-    gradients = _made(parts[0], len(parts) - 1)
+def gated_vjp(
+    curve: Curve,
+    *parts: mx.array,
+    team: Team | None = None,
+    to: list[mx.array] | None = None,
+) -> list[mx.array]:
+    """The gradients of gate and up, or of the gate alone, evaluated. The last part is dy.
+
+    They are in the memory of `to` if that is given.
+    """
+    gradients = _made(parts[0], len(parts) - 1) if to is None else to
     gate_vjp_into(curve, parts, gradients, team)
     return gradients
 
@@ -95,9 +108,14 @@ def prepare(operations: Iterable[Operation]) -> None:
     compile_for(_LOGISTIC[each.activation] for each in gates if each.activation in _LOGISTIC)
 
 
+def is_compiled(curve: Curve) -> bool:
+    """Whether there is compiled code for it."""
+    return isinstance(curve, partial) and curve.func is _logistic
+
+
 def _in_order(curve: Curve, arrays: Sequence[Any]) -> list[Floats]:
     """The arrays, where compiled code takes such a curve and all lie in order."""
-    if not (isinstance(curve, partial) and curve.func is _logistic):
+    if not is_compiled(curve):
         return []
     views = [view(array) for array in arrays]
     return views if all(each.flags.c_contiguous for each in views) else []

@@ -70,9 +70,18 @@ class _Lane:
     backward: Products | None
     adapted: mx.array | None = None  # R (N, r)
 
-    def add(self, chunk: ReadyTile, start: int, gradient: bool) -> None:
-        """Add the logits of a chunk of the vocabulary, whose first row is `start`."""
-        products = chunk.transposed_product(self.given)
+    def add(
+        self, chunk: ReadyTile, rows: slice, gradient: bool, memory: list[mx.array] | None
+    ) -> None:
+        """Add the logits of a chunk, some rows of the vocabulary.
+
+        They lie in the memory that the last call has left in the list, if one is given.
+        """
+        start, shape = rows.start, (len(self.targets), rows.stop - rows.start)
+        to = memory.pop() if memory else None
+        to = to if to is not None and to.shape == shape else None
+        products = chunk.transposed_product(self.given, to=to)
+        del to
         logits = self.shaping.of_tile(products, start, self.arrays, self.through_a)
         del products
         self.arrays.settle(logits)
@@ -101,6 +110,8 @@ class _Lane:
                 self.adapted = part if self.adapted is None else self.adapted * fade + part
                 self.arrays.settle(self.adapted)
         self.arrays.settle(self.best, self.total)
+        if memory is not None and self.shaping.is_plain:
+            memory.append(p)
 
     @property
     def state(self) -> list[mx.array]:
@@ -210,13 +221,15 @@ class HeadKernel:
             )
             for h, of_lane, move, shaping in zip(hs, targets, moves, shapings, strict=True)
         ]
+        memory = None if self.matrices.team is None or matrix.is_float else list[mx.array]()
         for start in range(0, matrix.rows, self.chunk_rows):
             stop = min(matrix.rows, start + self.chunk_rows)
             for chunk, seeing in self.matrices.as_seen(matrix, start, stop, moves):
                 for lane in seeing:
-                    lanes[lane].add(chunk, start, gradient)
+                    lanes[lane].add(chunk, slice(start, stop), gradient, memory)
                 del chunk
             arrays.finish([lane.state for lane in lanes])
+        del memory
         results = [lane.result(gradient, products, matrix) for lane in lanes]
         arrays.finish([[result.loss, result.dh] for result in results])
         return results

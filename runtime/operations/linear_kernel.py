@@ -159,21 +159,27 @@ class LoraProducts:
         matrices, arrays, given = self.matrices, self.matrices.arrays, self.matrices.input(dy)
         parts = [*matrices.taken(matrix)]
         if len(parts) == 1:
-            return self.input_part(given, matrix, *parts[0], added)
+            return self.input_part(given, matrix, slice(*parts[0]), added)
         dx = mx.zeros((dy.shape[0], matrix.columns))
         arrays.settle(dx)
         for start, stop in parts:
-            part = self.input_part(given, matrix, start, stop)
+            part = self.input_part(given, matrix, slice(start, stop))
             arrays.put(dx, (slice(None), slice(start, stop)), part)
             del part
         return _plus(dx, added)
 
     def input_part(
-        self, dy: Input, matrix: Matrix, start: int, stop: int, added: LowRank | None = None
+        self,
+        dy: Input,
+        matrix: Matrix,
+        columns: slice,
+        added: LowRank | None = None,
+        to: mx.array | None = None,
     ) -> mx.array:
-        """Columns start:stop of dy W (T, C), where these are a tile of W, with `added`."""
+        """Columns of dy W (T, C), where these are a tile of W, with `added`, perhaps in `to`."""
         total = RowSum(self.matrices.arrays)
-        total.add(dy, self.matrices.tile(matrix, start, stop), added=added)
+        tile = self.matrices.tile(matrix, columns.start, columns.stop)
+        total.add(dy, tile, added=added, to=to)
         return total.result()
 
     def lora_input(

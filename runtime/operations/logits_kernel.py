@@ -25,6 +25,11 @@ class Shaping:
     cap: float | None = None
     lora: Lora | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the products are the logits."""
+        return self.bias is None and self.cap is None and self.lora is None
+
     def through_a(self, h: mx.array, arrays: Arrays) -> mx.array | None:
         """s h A (N, r), evaluated; None without LoRA."""
         if self.lora is None:

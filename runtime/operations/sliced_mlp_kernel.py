@@ -27,12 +27,14 @@ from runtime.arrays.products import LowRank
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, ReadyTile, RowSum
 from runtime.arrays.values import Gradients, Lora, Loras, Values, accumulate
-from runtime.operations.gated_kernel import Curve, curve_of, gated, gated_vjp
+from runtime.operations.gated_kernel import Curve, curve_of, gated, gated_vjp, is_compiled
 from runtime.operations.kernel import Kernel, Run, Tools
 from runtime.operations.linear import Product
 from runtime.operations.linear_kernel import LoraProducts
 from runtime.operations.sliced_mlp import MOST_TOKENS, SlicedMlp, token_parts
 from runtime.operations.values import gradient_of
+
+PRODUCTS, GRADIENTS = ("gate", "up"), ("gate's gradient", "up's gradient")  # memory of a slice
 
 
 @dataclass
@@ -64,13 +66,15 @@ class _Into:
     adapter: _IntoAdapter | None
     first: int
 
-    def forward(self, tile: ReadyTile, columns: slice, arrays: Arrays) -> mx.array:
-        """The values (T, w) of a slice, without the activation."""
+    def forward(
+        self, tile: ReadyTile, columns: slice, arrays: Arrays, to: mx.array | None
+    ) -> mx.array:
+        """The values (T, w) of a slice, without the activation, perhaps in the memory of `to`."""
         columns = _from(self.first, columns)
         added = None
         if self.adapter is not None:
             added = LowRank(self.adapter.through_a, self.adapter.lora.b, columns=columns)
-        y = tile.transposed_product(self.given, added=added)
+        y = tile.transposed_product(self.given, added=added, to=to)
         if self.bias is not None:
             y = arrays.sum(y, self.bias[columns])
         arrays.settle(y)
@@ -132,10 +136,11 @@ class SlicedMlpKernel(Kernel):
             products: list[list[mx.array]] = [[] for _ in xs]
             for at in range(len(mlp.parts)):
                 tile = mlp.tile(at, columns)
-                for into, made in zip(intos, products, strict=True):
-                    made.append(into[at].forward(tile, columns, arrays))
+                for lane, (into, made) in enumerate(zip(intos, products, strict=True)):
+                    to = mlp.reused(PRODUCTS[at], tokens, columns, lane)
+                    made.append(into[at].forward(tile, columns, arrays, to))
                 del tile
-            activated = [mlp.gated(products.pop(0)) for _ in xs]
+            activated = [mlp.activated(products.pop(0)) for _ in xs]
             tile = matrices.tile(mlp.down, columns.start, columns.stop)
             for lane, adapter in enumerate(downs):
                 a = activated.pop(0)
@@ -149,6 +154,7 @@ class SlicedMlpKernel(Kernel):
                 del a, given
             del tile
         intos.clear()
+        mlp.memory.clear()
         return [
             mlp.finished(ys.pop(0), lora, adapter, seen)
             for lora, adapter, seen in zip(loras, downs, observed, strict=True)
@@ -181,11 +187,13 @@ class SlicedMlpKernel(Kernel):
         for columns in mlp.slices(backward=True):
             tiles = [mlp.tile(at, columns) for at in range(len(mlp.parts))]
             products = [
-                each.forward(tile, columns, arrays) for each, tile in zip(into, tiles, strict=True)
+                each.forward(tile, columns, arrays, mlp.reused(name, len(x), columns))
+                for each, tile, name in zip(into, tiles, PRODUCTS, strict=False)
             ]
+            to = mlp.reused("activation", len(x), columns)
             if down.adapter is not None:
-                down.add(mlp.gated([*products]), columns)
-            d_products = mlp.gated_vjp(products, down.input_gradient(columns))
+                down.add(mlp.gated([*products], to), columns)
+            d_products = mlp.gated_vjp(products, down.input_gradient(columns, to), columns)
             for each in into:
                 d_product, tile = d_products.pop(0), tiles.pop(0)
                 if each.adapter is not None:
@@ -193,6 +201,8 @@ class SlicedMlpKernel(Kernel):
                 if wanted:
                     dx.add(matrices.input(d_product), tile)
                 del d_product, tile
+            del to
+        mlp.memory.clear()
         down.finish(gradients)
         del dy, down
         mlp.finish_adapters(x, into, gradients)
@@ -209,6 +219,8 @@ class _Mlp:
     parts: list[tuple[Product, Matrix, int]] = field(init=False)
     curve: Curve = field(init=False)
     down: Matrix = field(init=False)
+    memory: dict[tuple[str, int], mx.array] = field(default_factory=dict)
+    """Of a slice's values, by their name and lane, which those of the next slice take."""
 
     def __post_init__(self) -> None:
         stored, block = self.tools.stored, self.run.block
@@ -280,17 +292,40 @@ class _Mlp:
         watched = lora is not None and lora.observer is not None
         return mx.zeros((tokens, self.down.columns)) if watched else None
 
-    def gated(self, products: list[mx.array]) -> mx.array:
+    def reused(self, name: str, tokens: int, columns: slice, lane: int = 0) -> mx.array | None:
+        """Memory for a slice's values of that name (T, w): that of the slice before, if it fits.
+
+        Compiled code fills it. Elsewhere products make arrays of their own, and there is none.
+        """
+        matrices = [self.down, *(matrix for _, matrix, _ in self.parts)]
+        if self.matrices.team is None or any(matrix.is_float for matrix in matrices):
+            return None
+        shape, key = (tokens, columns.stop - columns.start), (name, lane)
+        if key not in self.memory or self.memory[key].shape != shape:
+            self.memory.pop(key, None)
+            made = self.memory[key] = mx.zeros(shape)
+            mx.eval(made)
+        return self.memory[key]
+
+    def activated(self, products: list[mx.array]) -> mx.array:
+        """a (T, w) of a slice's gate and up, which are consumed: where it can, in place of gate."""
+        in_place = self.matrices.team is not None and is_compiled(self.curve)
+        return self.gated(products, products[0] if in_place else None)
+
+    def gated(self, products: list[mx.array], to: mx.array | None = None) -> mx.array:
         """a (T, w) of a slice's gate and up, which are consumed."""
         parts = [*products]
         products.clear()
-        return gated(self.curve, *parts, team=self.matrices.team)
+        return gated(self.curve, *parts, team=self.matrices.team, to=to)
 
-    def gated_vjp(self, products: list[mx.array], da: mx.array) -> list[mx.array]:
+    def gated_vjp(self, products: list[mx.array], da: mx.array, columns: slice) -> list[mx.array]:
         """The gradients (T, w) of a slice's gate and up, which are consumed."""
+        names = GRADIENTS[: len(products)]
+        to = [self.reused(name, da.shape[0], columns) for name in names]
         parts = [*products, da]
         products.clear()
-        return gated_vjp(self.curve, *parts, team=self.matrices.team)
+        memory = [each for each in to if each is not None] or None
+        return gated_vjp(self.curve, *parts, team=self.matrices.team, to=memory)
 
     def finished(
         self,
@@ -367,8 +402,8 @@ class _DownBackward:
         dropped = self.adapter.add(a, columns, arrays)
         arrays.put(self.d_a, columns, (self.through_b.T @ dropped).T)
 
-    def input_gradient(self, columns: slice) -> mx.array:
-        """The gradient (T, w) of a slice's values, evaluated."""
+    def input_gradient(self, columns: slice, to: mx.array | None) -> mx.array:
+        """The gradient (T, w) of a slice's values, evaluated, perhaps in the memory of `to`."""
         linear, mask, added, rows = self.mlp.linear, None, None, None
         if self.adapter is not None and self.through_b is not None:
             tokens, lora = self.dy.x.shape[0], self.adapter.lora
@@ -377,7 +412,7 @@ class _DownBackward:
                 added = LowRank(self.through_b, lora.a, transposed=True, columns=columns)
             else:
                 rows = Lora(lora.a[columns], lora.b, lora.scale)
-        da = linear.input_part(self.dy, self.mlp.down, columns.start, columns.stop, added)
+        da = linear.input_part(self.dy, self.mlp.down, columns, added, to)
         if rows is not None and self.through_b is not None:
             da = linear.add_dropped_input(da, rows, self.through_b, mask)
         self.mlp.tools.arrays.settle(da)
