@@ -32,6 +32,7 @@ from runtime.arrays.stored import DRAWN
 from runtime.arrays.values import accumulate
 from runtime.bundle.manifest import manifest_bytes, read_manifest
 from runtime.core.errors import BundleError
+from runtime.machine.machine_code import lacking
 from runtime.methods.mebp import StepDropout
 from runtime.operations.base import Operation
 from runtime.operations.elementwise import Elementwise
@@ -45,6 +46,12 @@ from runtime.plan.slices import fold, width_of
 from runtime.storage.weights import Weights
 
 WHOLE = 1 << 62  # more tokens, or values, than there are
+
+by_both = pytest.mark.parametrize(
+    "compiled",
+    [False, pytest.param(True, marks=pytest.mark.skipif(bool(lacking()), reason=lacking()))],
+    ids=["by MLX", "compiled"],
+)
 
 MLP_VALUES = 10_000  # with which a slice of the small models has some columns of the width
 
@@ -137,9 +144,10 @@ def test_gradients_are_autograds(
         agree(found, expected)
 
 
+@by_both
 @pytest.mark.parametrize(("model_type", "halves"), [("phi3", 2), ("gpt2", 1)])
 def test_both_halves_of_a_matrix_and_mlps_without_a_gate(
-    rng: Rng, tmp_path: Path, model_type: str, halves: int
+    rng: Rng, tmp_path: Path, model_type: str, halves: int, compiled: bool
 ) -> None:
     """With dropout and biases: the oracle's gradients, bits of lanes, and tiles that stay."""
     bundle = with_lora(random_bundle(tmp_path, model_type), dropout=0.2)
@@ -149,7 +157,7 @@ def test_both_halves_of_a_matrix_and_mlps_without_a_gate(
     places = [(number, 0) for number, _ in enumerate(rows)]
     given = [(row.tokens, row.scored) for row in rows]
     expected_loss, expected = reference.gradients(dense, given, places)
-    model = model_of(bundle, 64, tile_values=5000, slices=True)
+    model = model_of(bundle, 64, tile_values=5000, slices=True, compiled=compiled)
     loss, found = mebp(model, adapters, rows, tmp_path, dropout=dropout)
     assert loss.loss_sum / loss.scored_tokens == pytest.approx(expected_loss, rel=1e-5)
     agree(found, expected)
@@ -173,16 +181,18 @@ def test_both_halves_of_a_matrix_and_mlps_without_a_gate(
     model.matrices.materialize([matrix])
     alone = [model.forward(block, x, lora) for x, lora in zip(xs, loras, strict=True)]
     assert all(mx.array_equal(one, other) for one, other in zip(alone, together, strict=True))
-    assert {*model.matrices.materialized} == {(matrix.packed.offset, *part) for part in ranges}
+    stay = [] if compiled else ranges
+    assert {*model.matrices.materialized} == {(matrix.packed.offset, *part) for part in stay}
 
 
+@by_both
 def test_more_tokens_than_are_taken_at_once(
-    tiny: Tiny, rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
     """Part by part, with one mask of dropout and one sum of gradients."""
     bundle = with_lora(tiny("qwen3", seq_lens=LENGTHS), dropout=0.2)
     adapters = adapters_of(bundle, rng)
-    model = model_of(bundle, 128, tile_values=MLP_VALUES, slices=True)
+    model = model_of(bundle, 128, tile_values=MLP_VALUES, slices=True, compiled=compiled)
     block = model.blocks[2]
     loras = StepDropout(7, 0.2, 3).of_row(block, adapters.loras(block), 0)
     shape = (1, 128, bundle.manifest.hidden_size)
@@ -210,10 +220,11 @@ def test_one_adapter_alone_is_trained(tiny: Tiny, rng: Rng, tmp_path: Path) -> N
         agree(found, reference.gradients(dense, [(r.tokens, r.scored) for r in rows])[1])
 
 
+@by_both
 @each_family
-def test_companions_change_no_bit(tiny: Tiny, rng: Rng, family: str) -> None:
-    bundle = tiny(family, "mixed", seq_lens=LENGTHS)
-    model = model_of(bundle, 128, tile_values=MLP_VALUES, slices=True)
+def test_companions_change_no_bit(tiny: Tiny, rng: Rng, family: str, compiled: bool) -> None:
+    bundle = tiny(family, "" if compiled else "mixed", seq_lens=LENGTHS)
+    model = model_of(bundle, 128, tile_values=MLP_VALUES, slices=True, compiled=compiled)
     block = model.blocks[1]
     loras = [adapters_of(bundle, rng).loras(block) for _ in range(3)]
     shape = (1, 128, bundle.manifest.hidden_size)
