@@ -145,7 +145,7 @@ def _cut(checkpoint: Checkpoint, where: str) -> Cut:
     try:
         return cut_model(checkpoint.family, checkpoint.config)
     except MisreadError as problem:
-        if not isinstance(problem.__cause__, TypeError):
+        if not isinstance(problem.__cause__, TypeError | ArithmeticError):
             raise
         cut = partial(cut_model, checkpoint.family)
         raise blamed(checkpoint.config, cut, problem, where) from problem

@@ -58,18 +58,19 @@ def blamed(
 def _culprits(config: dict[str, Any], read: _Read) -> list[_Path]:
     """The paths of the settings that keep a configuration from being read.
 
-    Where each is needed, those without which it is refused for a reason of its own.
+    Within an object that does so, and of which each setting is needed, those without which it is
+    refused for a reason of its own.
     """
     outcomes = {path: _outcomes(config, path, read) for path in _paths(config)}
+    able = [path for path, outcome in outcomes.items() if _READ in outcome]
     groups = {path for path in outcomes if isinstance(_at(config, path), dict)}
-    around = {path for path in groups if _READ in outcomes[path]} or {()}
-    refused = {
+    refused = [path for path, outcome in outcomes.items() if _REFUSED in outcome]
+    inner = [
         path
-        for path in outcomes.keys() - groups
-        if _REFUSED in outcomes[path] and any(path[: len(outer)] == outer for outer in around)
-    }
-    able = [path for path in outcomes if path not in groups and _READ in outcomes[path]]
-    return able or [path for path in outcomes if path in (refused or around - {()})]
+        for path in refused
+        if path not in groups and any(path[: len(group)] == group for group in groups & {*able})
+    ]
+    return [path for path in able if path not in groups] or inner or able
 
 
 def _paths(config: dict[str, Any], outer: _Path = ()) -> Iterator[_Path]:
@@ -83,8 +84,7 @@ def _paths(config: dict[str, Any], outer: _Path = ()) -> Iterator[_Path]:
 def _outcomes(config: dict[str, Any], path: _Path, read: _Read) -> set[str]:
     """What becomes of a configuration without a setting, and with a number in its place."""
     outcomes = set[str]()
-    numbered = [] if isinstance(_at(config, path), dict) else [_with(config, path, 1)]
-    for changed in [_with(config, path), *numbered]:
+    for changed in (_with(config, path), _with(config, path, 1)):
         try:
             read(changed)
             outcomes.add(_READ)

@@ -801,6 +801,15 @@ def test_experts_are_read_under_all_their_names(
             np.testing.assert_array_equal(whole(read, name), array)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_a_dense_model_under_a_type_with_experts_is_said_to_be_one(
+    tmp_path: Path, model_type: str
+) -> None:
+    _, arrays = weights_of("tiny-llama")
+    with pytest.raises(BundleError, match="with experts, and the weights are of one without: a de"):
+        open_checkpoint(str(write_folder(tmp_path / "m", tiny(model_type), arrays)))
+
+
 def test_experts_of_which_other_rows_are_read_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
