@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ MISREAD = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError),
     *(TypeError, ValueError),
 )
+_LACKS = re.compile(r"\S+ missing \d+ required positional arguments?: ")
 _SHOWN = 3
 _READ, _REFUSED = "read", "refused"
 
@@ -30,7 +32,7 @@ class MisreadError(BundleError):
 def misread(problem: Exception, where: str, said: str) -> BundleError:
     """The error to raise for one of a class: a MisreadError, or as transformers says it."""
     why = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
-    why = f"it asks for {why}" if isinstance(problem, KeyError) else why
+    why = f"it asks for {why}" if isinstance(problem, KeyError) else _LACKS.sub("it needs ", why)
     kind = BundleError if isinstance(problem, RefusedError) else MisreadError
     return kind(f"{where}: {said}: {why}")
 

@@ -337,6 +337,13 @@ def test_bad_folders_are_refused(tmp_path: Path, spoil: Any, message: str | None
     assert caught.value.exit_code == 4
 
 
+def test_a_setting_that_a_class_needs_is_asked_for(tmp_path: Path) -> None:
+    raw = tiny("minicpm", hidden_size=None)
+    _, arrays = weights_of("tiny-qwen2")
+    with pytest.raises(BundleError, match=r"minicpm cannot be built .*: it needs 'hidden_size'$"):
+        open_checkpoint(str(write_folder(tmp_path / "m", raw, arrays)))
+
+
 @pytest.mark.parametrize("code", ["qwen2.Qwen2ForCausalLM", "a/b--modeling.QWEN_2_ForCausalLM"])
 def test_code_of_a_checkpoint_is_said_not_to_be_run(tmp_path: Path, code: str) -> None:
     config, arrays = weights_of("tiny-qwen2")
