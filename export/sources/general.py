@@ -46,7 +46,7 @@ _SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim"),
 }
-# what transformers reads of the file, or of classifiers: any number of them, each with a name
+# of the file, and of classifiers: transformers names as many labels as a file says
 _NOT_OF_DECODERS = {
     *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
     *("dtype", "torch_dtype", "quantization", "quantization_config"),
@@ -78,7 +78,7 @@ _ABSENT = {
 def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
     """A configuration with transformers' defaults; None where it has no class for its type.
 
-    Raises RefusedError for what that class refuses, and any other error for what it cannot read.
+    Raises RefusedError where that class refuses it, and any other error where it cannot be read.
     """
     import transformers
     from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassError

@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.core.errors import BundleError
 
-# what classes raise for values that they do not expect
+# the errors that classes raise for values that they do not expect
 MISREAD = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError),
     *(TypeError, ValueError),
@@ -26,7 +26,7 @@ class RefusedError(ValueError):
 
 
 class MisreadError(BundleError):
-    """A model class, or what prepares its settings, came upon a value that it does not expect."""
+    """A model class, or the code before it, came upon a value that it does not expect."""
 
 
 def misread(problem: Exception, where: str, said: str) -> BundleError:
@@ -84,7 +84,7 @@ def _paths(config: dict[str, Any], outer: _Path = ()) -> Iterator[_Path]:
 
 
 def _outcomes(config: dict[str, Any], path: _Path, read: _Read) -> set[str]:
-    """What becomes of a configuration without a setting, and with a number in its place."""
+    """How a configuration is read without a setting, and with a number in its place."""
     outcomes = set[str]()
     for changed in (_with(config, path), _with(config, path, 1)):
         try:

@@ -80,7 +80,7 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
         _measure(config, benchmark, models, output, report, note)
     except (InterruptedRunError, KeyboardInterrupt) as stop:
         raise InterruptedRunError(
-            f"interrupted; what was measured is in {output}: {counted(len(report['rows']), 'row')}"
+            f"interrupted; the measurements are in {output}: {counted(len(report['rows']), 'row')}"
             if report["rows"]
             else "interrupted before anything was measured"
         ) from stop
