@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from export.original import Original
 from export.passes.engine import ExportEngine
 from export.recipe import expert_names, linear_names, stored_bytes, stored_forms
 from export.sources.families import check_lengths
+from export.sources.misread import MisreadError, blamed
 from export.sources.open import open_checkpoint
 from export.sources.source import Checkpoint
 from export.sources.tokenizer import tokenizer_warnings
@@ -95,8 +97,8 @@ def _export(
 ) -> Bundle:
     check_lengths(checkpoint.config, config.seq_lens)
     device = set_device(config.device)
-    cut = cut_model(checkpoint.family, checkpoint.config)
     source = str(checkpoint.provenance["name"])
+    cut = _cut(checkpoint, source)
     refuse_unread(checkpoint.family, checkpoint.config, checkpoint.given, source, config.seq_lens)
     config.lora.check_targets(linear_names(cut, outside=True), expert_names(cut))
     stored, copied = stored_forms(config, checkpoint, cut)
@@ -136,6 +138,17 @@ def _export(
         shutil.rmtree(folder / GRAPHS)
         manifest = msgspec.structs.replace(manifest, graphs={})
     return writer.commit(msgspec.structs.replace(manifest, quality=quality))
+
+
+def _cut(checkpoint: Checkpoint, where: str) -> Cut:
+    """The checkpoint's model in blocks; a BundleError names settings of a wrong type."""
+    try:
+        return cut_model(checkpoint.family, checkpoint.config)
+    except MisreadError as problem:
+        if not isinstance(problem.__cause__, TypeError | ArithmeticError):
+            raise
+        cut = partial(cut_model, checkpoint.family)
+        raise blamed(checkpoint.config, cut, problem, where) from problem
 
 
 def _source_manifest(

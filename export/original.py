@@ -18,10 +18,12 @@ from export.passes.block_pass import RowPass
 from export.passes.engine import Compared, ExportEngine
 from export.recipe import expert_matrices
 from export.sources.source import Checkpoint
+from export.sources.tokenizer import UNREADABLE
 from export.tensors import Tensors
-from runtime.bundle.manifest import Quality
-from runtime.bundle.store import Bundle
+from runtime.bundle.manifest import WARNINGS, Quality
+from runtime.bundle.store import TOKENIZER, Bundle
 from runtime.core.errors import BudgetError, DataError, UsageError
+from runtime.data.tokenizer_files import VOCABULARY
 from runtime.engine.sample import Row
 from runtime.storage.row_weights import float_manifest
 
@@ -113,10 +115,14 @@ class Original:
         """How far a bundle is from this model; None if that cannot be measured, or is not wanted.
 
         It is measured on rows that calibration has not seen, or on the package's own text. Where
-        the model cannot be run here, the bundle is good all the same: the reason is said.
+        the model cannot be run here, the bundle is good all the same: the reason is said, but where
+        the export has said already that there is no tokenizer, or none that can be read.
         """
-        is_text = self.bundle.manifest.files and self.checkpoint.provenance["kind"] != "random"
-        if self.engine is None or not self.config.quality or not is_text:
+        provenance = self.checkpoint.provenance
+        unreadable = any(text.startswith(UNREADABLE) for text in provenance.get(WARNINGS, ()))
+        has_text = f"{TOKENIZER}/{VOCABULARY}" in self.bundle.manifest.files and not unreadable
+        has_text = has_text and provenance["kind"] != "random"
+        if self.engine is None or not self.config.quality or not has_text:
             return None
         try:
             rows: Sequence[Row] = []

@@ -17,8 +17,8 @@ from export.cut.graphs import ElementwiseGraph
 from export.cut.layer import LayerCutter
 from export.cut.taps import Taps, attention_windows, probe_length
 from export.sources.families import build_model
+from export.sources.misread import MISREAD, misread
 from runtime.arrays.stored import Block
-from runtime.core.errors import BundleError
 from runtime.operations.program import BlockType
 
 
@@ -43,15 +43,9 @@ def cut_model(family: str, config: dict[str, Any]) -> Cut:
     """
     try:
         return _cut_model(family, config)
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as problem:
-        raise BundleError(f"{family} cannot be run with this configuration: {problem}") from problem
+    except MISREAD as problem:
+        said = "it cannot be run with this configuration"
+        raise misread(problem, family, said) from problem
 
 
 def _cut_model(family: str, config: dict[str, Any]) -> Cut:

@@ -13,6 +13,7 @@ from copy import deepcopy
 from typing import Any
 
 from export.sources.general import normalised, text_settings
+from export.sources.misread import MISREAD, MisreadError, blamed, misread
 from export.sources.model_classes import (
     arguments_of,
     model_class,
@@ -81,8 +82,25 @@ def normalise_config(raw: dict[str, Any], where: str, has_lm_head: bool) -> dict
     family = check_architecture(raw, where)
     try:
         return normalised(text_config(raw, where), family, where, has_lm_head)
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as e:  # a value of another type
-        raise BundleError(f"{where}: the configuration cannot be understood: {e}") from e
+    except MISREAD as e:
+        raise misread(e, where, "the configuration cannot be understood") from e
+
+
+def readable_model(raw: dict[str, Any], where: str) -> Any:
+    """mlx-lm's own model for the content of a config.json; see `build_model`.
+
+    It has an output matrix of its own. Raises BundleError, which names the settings of a wrong type
+    or a value that makes no sense, or says why the architecture or a setting is not supported.
+    """
+
+    def read(config: dict[str, Any]) -> Any:
+        family = check_architecture(config, where)
+        return build_model(family, normalise_config(config, where, True), where)
+
+    try:
+        return read(raw)
+    except MisreadError as problem:
+        raise blamed(raw, read, problem, where) from problem
 
 
 def completed_config(family: str, config: dict[str, Any], where: str = "config") -> dict[str, Any]:
@@ -152,19 +170,8 @@ def build_model(family: str, config: dict[str, Any], where: str = "config") -> A
             turn_part(model, config.get("partial_rotary_factor", 1))
         if not scaled:
             install(model, config, where)
-    except (
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        AssertionError,
-    ) as e:
-        why = next(iter(str(e).strip().splitlines()), type(e).__name__)
-        why = f"it asks for {why}" if isinstance(e, KeyError) else why
-        raise BundleError(
-            f"{where}: {family} cannot be built from this configuration: {why}"
-        ) from e
+    except MISREAD as e:
+        raise misread(e, where, f"{family} cannot be built from this configuration") from e
     capped.install(model)
     if hasattr(model, "sanitize"):  # in which mlx-lm drops the output matrix of tied models
         own = dict(tree_flatten(model.parameters()))

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
+from export.sources.misread import MISREAD, RefusedError, misread
 from export.sources.model_classes import arguments_of, parameters_of
 from export.sources.rope import (
     BESIDE_SCALING,
@@ -42,9 +43,17 @@ LOCAL_BASE = "rope_local_base_freq"  # of layers with a window, which do not sca
 _POSITIVE = re.compile("(eps|epsilon|^rope_theta|base_freq|attn_scalar)$")
 _MAX_LAYERS = 1024
 _SIZES = {
-    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim"),
 }
+# of the file, and of classifiers: transformers names as many labels as a file says
+_NOT_OF_DECODERS = {
+    *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
+    *("dtype", "torch_dtype", "quantization", "quantization_config"),
+}
+# in transformers' messages: types, and what they begin with
+_CLASS = re.compile(r"<class '(?:\w+\.)*(\w+)'>")
+_ERROR = re.compile(r"Validation error for field '\w+':\s+TypeError: |(?<=:)\n *\w+Error:")
 _UNBOUNDED = "time_step_limit"  # of state spaces
 # the names that transformers has for the setting of the activation
 ACTIVATION = ("hidden_act", "hidden_activation", "activation_function")
@@ -69,10 +78,10 @@ _ABSENT = {
 def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
     """A configuration with transformers' defaults; None where it has no class for its type.
 
-    Raises ValueError for what that class refuses.
+    Raises RefusedError where that class refuses it, and any other error where it cannot be read.
     """
     import transformers
-    from huggingface_hub.errors import StrictDataclassError
+    from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassError
 
     if raw["model_type"] not in transformers.CONFIG_MAPPING:
         return None
@@ -83,8 +92,13 @@ def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
     try:
         whole = kind.from_dict(_decoded(stated))
         made: dict[str, Any] = whole.to_dict()
-    except (StrictDataclassError, LookupError, RuntimeError, ArithmeticError) as e:
-        raise ValueError(f"transformers refuses it: {e}") from e
+    except StrictDataclassClassValidationError as e:
+        if isinstance(e.__cause__, TypeError):  # in its arithmetic
+            raise e.__cause__ from None
+        raise RefusedError(f"transformers refuses it: {e.__cause__ or e}") from e
+    except (StrictDataclassError, KeyError) as e:  # a KeyError says which it needs
+        reason = _CLASS.sub(r"\1", str(e).partition(". Errors: ")[0])
+        raise RefusedError(f"transformers refuses it: {_ERROR.sub('', reason)}") from e
     finally:
         transformers.logging.set_verbosity(said)
     return made
@@ -97,8 +111,8 @@ def _decoded(value: Any) -> Any:
             return float(value["__float__"])
         for key in _LAYERS:  # before transformers lists them
             if type(value.get(key)) is int and value[key] > _MAX_LAYERS:
-                raise ValueError(f"{key} must be from 1 to {_MAX_LAYERS}, is {value[key]}")
-        return {key: _decoded(inner) for key, inner in value.items()}
+                raise RefusedError(f"{key} must be from 1 to {_MAX_LAYERS}, is {value[key]!r:.40}")
+        return {key: _decoded(inner) for key, inner in value.items() if key not in _NOT_OF_DECODERS}
     return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 
 
@@ -120,8 +134,8 @@ def text_settings(raw: dict[str, Any], where: str) -> dict[str, Any] | None:
     try:
         whole: dict[str, Any] = (completed(raw) or {})["text_config"]
         return {**text, "model_type": whole["model_type"]} if text else whole
-    except (AttributeError, LookupError, TypeError, ValueError) as e:
-        raise BundleError(f"{where}: its text_config cannot be understood: {e}") from e
+    except MISREAD as e:
+        raise misread(e, where, "its text_config cannot be understood") from e
 
 
 def settings_of(raw: dict[str, Any], family: str, where: str) -> dict[str, Any]:
@@ -143,8 +157,8 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
     For the arguments and errors see `families.normalise_config`.
     """
     for key, value in raw.items():
-        if not is_finite(value) and key != _UNBOUNDED:
-            raise BundleError(f"{where}: {key} is {value!r:.80}, not a finite number")
+        if not is_finite(value) and key not in (_UNBOUNDED, *_NOT_OF_DECODERS):
+            raise BundleError(f"{where}: {key} is {value!r:.80}, not a finite number of 64 bits")
     full = settings_of(raw, family, where)
     known = arguments_of(family)
     layers = next((full[name] for name in _LAYERS if full.get(name) is not None), None)
@@ -230,6 +244,8 @@ def is_finite(value: Any) -> bool:
     """Whether a manifest can hold a value; limits of time steps may be infinite."""
     if isinstance(value, list | tuple | dict):
         return all(map(is_finite, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
     return not isinstance(value, float) or math.isfinite(value)
 
 
@@ -260,10 +276,9 @@ def _set_positions(full: dict[str, Any], family: str, where: str) -> None:
     if whole is None or ((base_alone or beside) and not needed):
         full.pop("rope_parameters", None)
     full.pop("rope_scaling", None)
-    base = scope.pop("rope_theta", None) or full.get("rope_theta")
-    turned = scope.pop("partial_rotary_factor", None) or full.get("partial_rotary_factor")
-    for names, value in ((_BASES, base), (_TURNED, turned)):
-        if value is not None:
+    for names in (_BASES, _TURNED):
+        value = scope.pop(names[0], None)
+        if (value := full.get(names[0]) if value is None else value) is not None:
             full[next((name for name in names if name in known), names[0])] = value
     if whole is not None:  # a class that takes them whole
         scope = {key: value for key, value in scope.items() if key not in BESIDE_SCALING}

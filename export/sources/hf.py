@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from export.sources.families import (
-    build_model,
     check_architecture,
     expected_shapes,
     normalise_config,
     parameter_shapes,
+    readable_model,
     text_config,
 )
 from export.sources.general import ACTIVATION, completed
@@ -34,7 +34,7 @@ from export.sources.safetensors_files import (
     read_json,
 )
 from export.sources.sanitize import NAMES, Made, tensors_made
-from export.sources.settings import unknown_settings
+from export.sources.settings import own_code, unknown_settings
 from export.sources.source import (
     INSIDE,
     Checkpoint,
@@ -77,11 +77,12 @@ class HFCheckpoint(Checkpoint):
         warnings: list[str] = []
         _refuse_others(folder)
         raw = read_json(folder / "config.json")
-        family = check_architecture(raw, f"{folder}/config.json")
-        files = open_shards(folder)
         where = f"{folder}/config.json"
+        family = check_architecture(raw, where)
+        files = open_shards(folder)
+        model = readable_model(raw, where)
+        warnings += own_code(raw, where)
         text = text_config(raw, where)
-        model = build_model(family, normalise_config(raw, where, True), where)
         self._tensors, others, renamed = _language_model(files, model, str(folder))
         inside = text["model_type"] != raw["model_type"]
         if inside:  # what sees or hears is left out, as the text model alone is read

@@ -55,9 +55,10 @@ def find_layouts(
     or do not fit.
     """
     scales = [name for name in tensors if name.endswith(".scales")]
-    settings = raw.get("quantization")
-    foreign = raw.get("quantization_config")
-    if settings is None and isinstance(foreign, dict) and not _all_floats(tensors):
+    settings, foreign = (
+        _object(raw, key, where) for key in ("quantization", "quantization_config")
+    )
+    if settings is None and foreign is not None and not _all_floats(tensors):
         method = foreign.get("quant_method", foreign.get("mode", "unknown"))
         raise BundleError(
             f"{where}: quantized by {method!r}; supported are unquantized checkpoints and MLX's "
@@ -72,10 +73,10 @@ def find_layouts(
     for name in scales:
         base = name.removesuffix(".scales")
         stored_base = tensors[name].name.removesuffix(".scales")
-        of_matrix = settings
-        if isinstance(settings, dict):
-            own = settings.get(stored_base, settings.get(base))
-            of_matrix = {**settings, **own} if isinstance(own, dict) else settings
+        of_matrix = settings or {}
+        own = of_matrix.get(stored_base, of_matrix.get(base))
+        if isinstance(own, dict):
+            of_matrix = {**of_matrix, **own}
         bits, group_size = _integers(of_matrix, f"{where}: {base}")
         _check_parts(base, bits, group_size, tensors, where)
         halves = all(tensors[f"{base}.{part}"].dtype == "F16" for part in ("scales", "biases"))
@@ -110,10 +111,15 @@ def widened(words: npt.NDArray[np.uint32], bits: int, new_bits: int) -> npt.NDAr
     return words_of(codes.reshape(len(words), -1), new_bits)
 
 
-def _integers(settings: Any, where: str) -> tuple[int, int]:
+def _object(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any] | None:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise BundleError(f"{where}/config.json: {key} must be an object, is {value!r:.60}")
+    return value
+
+
+def _integers(settings: Mapping[str, Any], where: str) -> tuple[int, int]:
     """The bits and the group size that `settings` tell."""
-    if not isinstance(settings, dict):
-        raise BundleError(f"{where}: 'quantization' must be an object, is {settings!r}")
     mode = settings.get("mode", "affine")
     bits, group = settings.get("bits"), settings.get("group_size")
     if mode != "affine" or bits not in _BITS or group not in (32, 64, 128):

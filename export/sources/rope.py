@@ -93,9 +93,14 @@ def checked_scaling(
         settings["truncate"] = bool(scaling["truncate"])  # null is false, and absence true
     longest = config.get("max_position_embeddings")
     if ORIGINAL_LENGTH in SETTINGS[kind]:
-        length = config.get(ORIGINAL_LENGTH) or settings.get(ORIGINAL_LENGTH) or longest
+        lengths = (config.get(ORIGINAL_LENGTH), settings.get(ORIGINAL_LENGTH), longest)
+        length = next((length for length in lengths if length is not None), None)
         if length is None:
             raise BundleError(f"{where}: rope_type {kind!r} needs {ORIGINAL_LENGTH}")
+        if type(length) not in (int, float) or length <= 0:
+            raise BundleError(
+                f"{where}: {ORIGINAL_LENGTH} must be a positive number, is {length!r:.40}"
+            )
         settings[ORIGINAL_LENGTH] = length
         if "factor" in scaling and longest is not None:  # null is the ratio of the lengths
             settings.setdefault("factor", longest / length)
@@ -112,7 +117,7 @@ def with_fixed_base(scaling: dict[str, Any], config: dict[str, Any]) -> dict[str
     if not (scaling.get("alpha") and str(config.get("model_type")).startswith("hunyuan")):
         return scaling
     dims = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    base = scaling.get("rope_theta") or config["rope_theta"]
+    base = scaling.get("rope_theta", config.get("rope_theta"))
     return {"rope_type": "default", "rope_theta": base * scaling["alpha"] ** (dims / (dims - 2))}
 
 

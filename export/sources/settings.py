@@ -7,7 +7,7 @@ from typing import Any
 
 from export.sources.families import text_config
 from export.sources.general import ACTIVATION, completed
-from export.sources.model_classes import arguments_of
+from export.sources.model_classes import arguments_of, model_class
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import BundleError
 
@@ -152,6 +152,35 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
             f"supported for {family}; if the original model computes without it, delete it there"
         )
     return sorted(unknown)
+
+
+def own_code(raw: dict[str, Any], where: str) -> list[str]:
+    """A warning of the code that a checkpoint brings for its model, which is never run.
+
+    Raises BundleError where that is another class than transformers has for the type, by its name,
+    or is for mlx-lm, which would run it in place of its own.
+    """
+    model_type, classes = raw["model_type"], raw.get("auto_map")
+    code = classes.get("AutoModelForCausalLM") if isinstance(classes, dict) else None
+    own = model_class(model_type)
+    name, *same = (
+        re.sub(r"forcausallm$|\W|_", "", str(text).rpartition(".")[2].lower())
+        for text in (code, own, model_type)
+    )
+    for key, given, others in (
+        ("auto_map", code, own is not None and name not in same),
+        ("model_file", raw.get("model_file"), True),
+    ):
+        if not given:
+            continue
+        said = f"{where}: {key} = {given!r:.80} is code of the checkpoint's own, which is never run"
+        if others:
+            raise BundleError(
+                f"{said}: the model may be another than {own or model_type}; if that computes the "
+                f"same, delete {key} there"
+            )
+        return [f"{said}: mlx-lm's class of {model_type} computes the model"]
+    return []
 
 
 def _others(config: dict[str, Any], known: set[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ shapes that its configuration implies. Reading rows takes no more memory than th
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from runtime.core.units import counted
 
 # in a provenance: the type of the text model, where it is inside of one that sees or hears
 INSIDE = "text_model_type"
+_EXPERTS = re.compile(r"\.switch_|experts")
 SLICE_VALUES = 4 << 20  # how many values of a tensor are in memory at a time
 
 
@@ -124,10 +126,16 @@ def check_tensors(
     """
     missing = [name for name in expected if name not in shapes]
     if missing:
+        is_dense = any(map(_EXPERTS.search, missing)) and not any(map(_EXPERTS.search, shapes))
+        why = (
+            "the configuration is of a model with experts, and the weights are of one without: a "
+            "dense model has another model_type"
+            if is_dense
+            else "the download may be incomplete, or the configuration belongs to another model"
+        )
         raise BundleError(
             f"{where}: {len(missing)} of {len(expected)} tensors are missing: "
-            f"{first_names(missing)}; the download may be incomplete, or the configuration "
-            "belongs to another model"
+            f"{first_names(missing)}; {why}"
         )
     wrong = [
         f"{name} is {shapes[name]}, the configuration implies {shape}"

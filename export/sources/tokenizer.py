@@ -51,6 +51,7 @@ _IDS = {
     "pad_token_id": "nothing is padded with it here, and elsewhere it fails",
 }
 _SHOWN = 3  # tokens in a message
+UNREADABLE = "the tokenizer cannot be read, nor any text with this bundle: "
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -102,7 +103,7 @@ def tokenizer_warnings(
         special, vocabulary = special_of(files), _vocabulary(files)
         tokens = numbered(special, vocabulary, _added(files))
     except (ValueError, TypeError, AttributeError, KeyError) as problem:
-        return [f"the tokenizer cannot be read, nor any text with this bundle: {problem}"]
+        return [f"{UNREADABLE}{problem}"]
     warnings = []
     every = {**vocabulary, **{token.content: token.number for token in tokens}}
     if over := sorted((n, text) for text, n in every.items() if n is not None and n >= embedded):

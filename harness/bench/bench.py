@@ -1,8 +1,9 @@
 """`ondevice bench`: the benchmarks by name, and running one of them.
 
-Every figure comes from fresh processes, and variants alternate. Invariant: the JSON holds complete
-rows only, and is rewritten after each; `complete` says whether it has all of them. It names the
-machine, the versions, the commit and the command, and no path of this machine.
+Every figure comes from fresh processes, and variants alternate. Invariant: the JSON is rewritten
+after each row, and a signal leaves out no process that was finished; `complete` says whether it has
+all of them. It names the machine, the versions, the commit and the command, and no path of this
+machine.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from harness.bench.benchmark import Bench, Benchmark, failures, remarks
 from harness.config.bench import BenchConfig
 from harness.measure.command import flag
 from harness.measure.provenance import machine, provenance
+from harness.measure.repeats import INTERRUPTED
 from harness.report.chart import standalone
 from runtime.core.errors import InterruptedRunError, UsageError
 from runtime.core.files import storage_errors, write_atomic
 from runtime.core.notes import Note
 from runtime.core.paths import output_path
-from runtime.core.units import format_bytes
+from runtime.core.units import counted, format_bytes
 
 # where each benchmark stands in this package; it is imported when it is named, or listed
 BENCHMARKS: dict[str, str] = {
@@ -47,7 +49,7 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
     Raises:
         UsageError: no such benchmark or model, an option that it does not use, or the output has
             no folder.
-        InterruptedRunError: a signal arrived; the JSON holds the finished rows.
+        InterruptedRunError: a signal arrived; the JSON holds the finished processes.
     """
     benchmark = find(config.name)
     defaults = {option.name: option.default for option in fields(config)}
@@ -78,9 +80,9 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
         _measure(config, benchmark, models, output, report, note)
     except (InterruptedRunError, KeyboardInterrupt) as stop:
         raise InterruptedRunError(
-            f"interrupted; {len(report['rows'])} finished rows are in {output}"
+            f"interrupted; the measurements are in {output}: {counted(len(report['rows']), 'row')}"
             if report["rows"]
-            else "interrupted before the first row was finished"
+            else "interrupted before anything was measured"
         ) from stop
     return report
 
@@ -104,6 +106,8 @@ def _measure(
         for row in benchmark.rows(Bench(config, cases, budgets, Path(scratch), note)):
             report["rows"].append(row)
             _write(report, output)
+            if any(variant["failed"] == INTERRUPTED for variant in row.get("variants", ())):
+                raise InterruptedRunError
     report["complete"] = True
     report |= benchmark.facts(report["rows"])
     _write(report, output)

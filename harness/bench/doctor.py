@@ -107,7 +107,7 @@ def describe_duration(config: BenchConfig, rate: float) -> str:
     )
     return (
         f"measuring {', '.join(names)} with random weights: about {format_seconds(seconds)}; "
-        "Ctrl-C keeps finished rows"
+        "Ctrl-C keeps finished processes"
     )
 
 

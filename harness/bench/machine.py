@@ -59,9 +59,10 @@ KEPT = ("step_s", "peak_footprint_bytes", "peak_rss_bytes", "predicted_peak_byte
 def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
     variants = bench.ours(*USUAL)
     runs = {variant.name: partial(_process, bench, bundle, length, variant) for variant in variants}
+    speeds = json.loads(ondevice("probe", module="harness.bench.probe_process"))["speeds"]
     outcomes = in_turn(runs, bench.config.repeats, bench.note)
     return {
-        "speeds": json.loads(ondevice("probe", module="harness.bench.probe_process"))["speeds"],
+        "speeds": speeds,
         "variants": [
             measured_variant(variant, outcomes[variant.name])
             | {"extra_bytes": most(outcomes[variant.name], "extra_bytes")}

@@ -14,6 +14,7 @@ from typing import Any
 from runtime.core.errors import InterruptedRunError, OnDeviceError
 from runtime.core.notes import Note
 
+INTERRUPTED = "interrupted"
 Process = dict[str, Any]  # its measurements: `step_s` (the timed steps), peaks, and more
 Spread = dict[str, float]  # median, low (the least) and high (the most)
 
@@ -36,21 +37,31 @@ def in_turn(
 
     once: variants that run only once, in the first turn.
 
+    A signal ends all of them: those with turns left have INTERRUPTED as their reason.
+
     Raises:
-        InterruptedRunError: a signal arrived.
+        InterruptedRunError: a signal arrived before the first process was finished.
     """
     outcomes = {name: Outcome() for name in variants}
-    for turn in range(repeats):
-        for name, run in variants.items():
-            outcome = outcomes[name]
-            if outcome.failed is not None or (turn and name in once):
-                continue
-            note(f"{name}: process {turn + 1} of {repeats}")
-            try:
-                outcome.processes.append(run())
-            except OnDeviceError as problem:
-                outcome.failed = reason(problem)
-                note(f"{name}: {outcome.failed}")
+    turns = {name: 1 if name in once else repeats for name in variants}
+    try:
+        for turn in range(repeats):
+            for name, run in variants.items():
+                outcome = outcomes[name]
+                if outcome.failed is not None or turn >= turns[name]:
+                    continue
+                note(f"{name}: process {turn + 1} of {repeats}")
+                try:
+                    outcome.processes.append(run())
+                except OnDeviceError as problem:
+                    outcome.failed = reason(problem)
+                    note(f"{name}: {outcome.failed}")
+    except (InterruptedRunError, KeyboardInterrupt):
+        if not any(outcome.processes for outcome in outcomes.values()):
+            raise
+        for name, outcome in outcomes.items():
+            if outcome.failed is None and len(outcome.processes) < turns[name]:
+                outcome.failed = INTERRUPTED
     return outcomes
 
 

@@ -197,6 +197,21 @@ def stated_in(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def layers_in(config: dict[str, Any]) -> set[int] | None:
+    """The numbers of the layers to which a configuration limits an adapter; None where to none.
+
+    Raises:
+        ValueError: they are no numbers of layers.
+    """
+    given = config.get("layers_to_transform")
+    numbers = given if isinstance(given, list) else [given]
+    if given is None or not numbers:
+        return None
+    if any(type(layer) is not int or layer < 0 for layer in numbers):
+        raise ValueError(f"layers_to_transform is {given!r:.80}, no numbers of layers")
+    return set(numbers)
+
+
 def _check_patterns(config: dict[str, Any]) -> None:
     """Raise UnsupportedError where modules have another scale; their ranks the tensors show."""
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}

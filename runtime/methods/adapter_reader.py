@@ -118,13 +118,13 @@ class AdapterFiles:
         if not self.config.exists():
             return None
         own: dict[str, Any] = {}
-        scale = None
+        scale, layers = None, None
         try:
             config = _read_config(self.config)
             if not isinstance(config, dict):
                 raise ValueError("it holds no settings by name")
             if self.is_peft:
-                stated = peft.stated_in(config)
+                stated, layers = peft.stated_in(config), peft.layers_in(config)
             else:
                 kind, own = config.get(mlx_lm.KIND, "lora"), config.get("ondevice", {})
                 if kind == mlx_lm.PREFIX:
@@ -153,7 +153,7 @@ class AdapterFiles:
                 f"{self.config}: its scale is {scale:g}, that of its settings {lora.scale:g}"
             )
         if "lora" not in own:
-            lora = self._completed(lora)
+            lora = self._completed(lora, layers)
         return Stated(lora, weights)
 
     def _prefix(self, own: dict[str, Any]) -> Stated:
@@ -163,14 +163,23 @@ class AdapterFiles:
             raise BundleError(f"{self.config}: {lora.problem or 'a prefix has no rows'}")
         return Stated(lora, own.get("weights_sha256"))
 
-    def _completed(self, lora: LoraSettings) -> LoraSettings:
-        """The settings with the targets and layers that the tensors have."""
+    def _completed(self, lora: LoraSettings, layers: set[int] | None) -> LoraSettings:
+        """The settings with the targets and layers that the tensors have.
+
+        `layers` are their numbers by the configuration, where it states them.
+        """
         with self.opened(lora.rank) as tensors:
             coverage = tensors.coverage
         if coverage.rank != lora.rank:
             raise BundleError(
                 f"{self.weights} has adapters of rank {coverage.rank}, and {self.config} says rank "
                 f"{lora.rank}: one of the two files belongs to another adapter"
+            )
+        if layers is not None and layers != {*range(coverage.first, coverage.last + 1)}:
+            raise BundleError(
+                f"{self.weights} has adapters in {coverage.where}, and {self.config} says "
+                f"layers_to_transform {sorted(layers)}: one of the two files belongs to another "
+                "adapter, or delete the setting"
             )
         return msgspec.structs.replace(lora, targets=coverage.targets, layers=coverage.layers)
 

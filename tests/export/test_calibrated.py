@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,11 +140,27 @@ def test_what_cannot_be_measured_is_said_and_costs_no_bundle(
 
 def test_a_reason_names_no_unfinished_folder(tmp_path: Path, folder: Path) -> None:
     notes: list[str] = []
-    (folder / "tokenizer.json").unlink()
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": model}))
     engine = partial(ExportEngine, Meter(), BUDGET, no_progress, notes.append)
     export_bundle(settings(folder, tmp_path / "out"), no_progress, engine)
-    assert any("not measured: the bundle has no tokenizer" in note for note in notes), notes
+    reason = "not measured: the tokenizer of the bundle cannot be read"
+    assert any(reason in note for note in notes), notes
     assert not any(".partial" in note for note in notes)
+
+
+def test_a_tokenizer_that_is_missing_or_cannot_be_read_is_said_once(
+    tmp_path: Path, folder: Path
+) -> None:
+    (folder / "tokenizer.json").write_text(json.dumps({"model": 3}))
+    for number in range(2):
+        notes: list[str] = []
+        engine = partial(ExportEngine, Meter(), BUDGET, no_progress, notes.append)
+        config = settings(folder, tmp_path / f"{number}")
+        bundle = export_bundle(config, no_progress, engine, notes.append)
+        assert bundle.manifest.quality is None
+        assert len([note for note in notes if "tokenizer" in note]) == 1, notes
+        (folder / "tokenizer.json").unlink(missing_ok=True)
 
 
 def test_few_data_are_said(tmp_path: Path, folder: Path) -> None:

@@ -256,6 +256,9 @@ ZEROS = np.zeros((128, 128), np.float32)
 UP, NORM = "model.layers.0.mlp.up_proj", "model.norm.weight"
 SCALES = {f"{UP}.scales": ZEROS}
 QUANTIZED = {"bits": 4, "group_size": 64}
+CAUSAL = "AutoModelForCausalLM"
+QUANTIZATIONS = ("quantization", "quantization_config")
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OF_NORM = {NORM: np.zeros(128, np.uint32)}
 OF_NORM |= {f"model.norm.{part}": np.zeros(2, np.float32) for part in ("scales", "biases")}
 
@@ -272,7 +275,23 @@ OF_NORM |= {f"model.norm.{part}": np.zeros(2, np.float32) for part in ("scales",
         (put(rope_scaling={"rope_type": "magic"}), "rope_type 'magic'"),
         (put(rms_norm_eps={}), "'rms_norm_eps' expected float, got dict"),
         (put(model_type=[]), r"model_type is \[\] and names no architecture"),
-        (put(rope_parameters=[1]), "cannot be understood"),
+        (put(rope_parameters=[1]), r"'rope_parameters' with value \[1\] .* \(RopeParameters, dict"),
+        (put(rope_theta=0), "rope_theta must be a positive number, is 0"),
+        *((put(**{key: []}), f"{key} must be an object, is ") for key in QUANTIZATIONS),
+        *(
+            (put(rope_scaling={**LLAMA3, **wrong}), f"with {setting}; correct it as in the")
+            for wrong, setting in (
+                ({"factor": "x"}, "rope_scaling.factor = 'x'"),
+                ({"rope_type": ["llama3"]}, r"rope_scaling.rope_type = \['llama3'\]"),
+                ({"low_freq_factor": []}, r"rope_scaling.low_freq_factor = \[\]"),
+            )
+        ),
+        (put(rope_scaling={**LLAMA3, "original_max_position_embeddings": 0}), "number, is 0"),
+        (put(vocab_size=10**30), "vocab_size is 10*, not a finite number of 64 bits"),
+        (put(vocab_size=2**62), "with vocab_size = 4611686018427387904; correct it"),
+        (put(auto_map={CAUSAL: "modeling_mine.MineForCausalLM"}), "may be another than Qwen2ForCa"),
+        (put(model_file="mine.py"), "model_file = 'mine.py' is code of the checkpoint's own"),
+        (put(num_labels=10**30, id2label=[], torch_dtype=["x"]), None),
         (drop("model.norm.weight"), "1 of .* missing: model.norm.weight"),
         (put(intermediate_size=256), "wrong shape.*implies"),
         (add({"model.layers.0.self_attn.sinks.weight": ZEROS}), "does not use"),
@@ -316,6 +335,21 @@ def test_bad_folders_are_refused(tmp_path: Path, spoil: Any, message: str | None
     with pytest.raises(BundleError, match=message) as caught:
         read()
     assert caught.value.exit_code == 4
+
+
+def test_a_setting_that_a_class_needs_is_asked_for(tmp_path: Path) -> None:
+    raw = tiny("minicpm", hidden_size=None)
+    _, arrays = weights_of("tiny-qwen2")
+    with pytest.raises(BundleError, match=r"minicpm cannot be built .*: it needs 'hidden_size'$"):
+        open_checkpoint(str(write_folder(tmp_path / "m", raw, arrays)))
+
+
+@pytest.mark.parametrize("code", ["qwen2.Qwen2ForCausalLM", "a/b--modeling.QWEN_2_ForCausalLM"])
+def test_code_of_a_checkpoint_is_said_not_to_be_run(tmp_path: Path, code: str) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+    folder = write_folder(tmp_path / "m", {**config, "auto_map": {CAUSAL: code}}, arrays)
+    (warning,) = open_checkpoint(str(folder)).warnings
+    assert f"auto_map = {code!r} is code of the checkpoint's own, which is never run" in warning
 
 
 def test_quantized_parts_must_agree(tmp_path: Path) -> None:
@@ -772,6 +806,15 @@ def test_experts_are_read_under_all_their_names(
             first, last = sorted(rng.choice(len(array) + 1, 2, replace=False).tolist())
             np.testing.assert_array_equal(read.rows(name, first, last), array[first:last])
             np.testing.assert_array_equal(whole(read, name), array)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_a_dense_model_under_a_type_with_experts_is_said_to_be_one(
+    tmp_path: Path, model_type: str
+) -> None:
+    _, arrays = weights_of("tiny-llama")
+    with pytest.raises(BundleError, match="with experts, and the weights are of one without: a de"):
+        open_checkpoint(str(write_folder(tmp_path / "m", tiny(model_type), arrays)))
 
 
 def test_experts_of_which_other_rows_are_read_are_refused(

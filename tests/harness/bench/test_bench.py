@@ -83,6 +83,11 @@ def test_a_wish_to_stop_is_no_failure() -> None:
 
     with pytest.raises(InterruptedRunError):
         in_turn({"a": stopped}, 2, lambda text: None)
+    kept = in_turn({"a": lambda: process(1.0), "b": stopped}, 1, lambda text: None)
+    assert kept == {"a": Outcome([process(1.0)]), "b": Outcome(failed="interrupted")}
+    runs = {"once": lambda: process(2.0), "a": lambda: process(1.0), "b": stopped}
+    kept = in_turn(runs, 2, lambda text: None, once=["once"])
+    assert kept["once"].failed is None and kept["a"].failed == "interrupted"
     assert reason(OnDeviceError("no space; make room")) == "no space"
 
 
@@ -325,10 +330,10 @@ def test_an_interrupted_benchmark_keeps_its_rows(
     def stops(settings: Any, run: Path) -> dict[str, Any]:
         raise InterruptedRunError("SIGTERM")
 
-    output = tmp_path / "found.json"
+    output, trains = tmp_path / "found.json", benchmark.measure_training
     monkeypatch.setattr(benchmark, "measure_training", stops)
     given = {"bundles": str(bundles), "models": MODEL, "seq_lens": "16", "output": str(output)}
-    with pytest.raises(InterruptedRunError, match="before the first row"):
+    with pytest.raises(InterruptedRunError, match="before anything"):
         bench(BenchConfig(name="mebp-table2", **given), lambda text: None)
     assert not output.exists()
     first = {"model": MODEL, "tokens": 16, "failed": "none"}
@@ -340,10 +345,23 @@ def test_an_interrupted_benchmark_keeps_its_rows(
     stopped = benches.Benchmark("text", (MODEL,), (16,), rows, TABLE2.tables)
     monkeypatch.setattr(benchmark, "STOPPED", stopped, raising=False)
     monkeypatch.setitem(BENCHMARKS, "stopped", "benchmark.STOPPED")
-    with pytest.raises(InterruptedRunError, match="1 finished rows are in"):
+    with pytest.raises(InterruptedRunError, match=r"found\.json: 1 row$"):
         bench(BenchConfig(name="stopped", **given), lambda text: None)
     found = json.loads(output.read_text())
     assert found["rows"] == [first] and not found["complete"]
+    trained: list[Any] = []
+
+    def stops_second(settings: Any, run: Path) -> dict[str, Any]:
+        trained.append(settings)
+        return stops(settings, run) if len(trained) > 1 else trains(settings, run)
+
+    monkeypatch.setattr(benchmark, "measure_training", stops_second)
+    with pytest.raises(InterruptedRunError, match=r"found\.json: 1 row$"):
+        bench(BenchConfig(name="mebp-table2", steps=2, repeats=1, **given), lambda text: None)
+    (unfinished,) = json.loads(output.read_text())["rows"]
+    first_variant, *others = unfinished["variants"]
+    assert len(first_variant["processes"]) == 1 and first_variant["failed"] is None
+    assert {variant["failed"] for variant in others} == {"interrupted"} and len(trained) == 2
 
 
 def row(tokens: int, *variants: dict[str, Any], model: str = "qwen2.5-0.5b") -> Row:

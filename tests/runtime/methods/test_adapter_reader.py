@@ -80,6 +80,8 @@ def test_settings_follow_from_tensors_and_configuration(
     expected = LoraSettings(rank=3, alpha=5.0, targets=targets, layers=1, rslora=True)
     folder = theirs("peft")
     assert lora_of(folder, bundle.manifest) == expected
+    for layers in (1, [1], [], None):  # as PEFT takes it
+        assert lora_of(configured(folder, layers_to_transform=layers), bundle.manifest) == expected
     # the tensors count, and options that are switched off do not
     assert (
         lora_of(configured(folder, target_modules="all-linear", new_option=[]), bundle.manifest)
@@ -114,6 +116,10 @@ def test_settings_follow_from_tensors_and_configuration(
         ({"lora_alpha": 1e400}, "alpha is inf, not"),
         ({"use_rslora": "yes"}, "is damaged"),
         ({"lora_dropout": 1.0}, "dropout is 1.0"),
+        ({"layers_to_transform": [0]}, "in layer 1, and "),
+        ({"layers_to_transform": 0}, "says layers_to_transform [0]: one of the two"),
+        ({"layers_to_transform": [0, 1]}, "says layers_to_transform [0, 1]"),
+        ({"layers_to_transform": ["1"]}, "layers_to_transform is ['1'], no numbers of layers"),
     ],
     ids=str,
 )
@@ -213,7 +219,7 @@ def test_tensors_that_do_not_fit_are_refused(
     change: Callable[[Arrays], Arrays],
     said: str,
 ) -> None:
-    folder = rewritten(theirs("peft"), "peft", change)
+    folder = configured(rewritten(theirs("peft"), "peft", change), layers_to_transform=None)
     with pytest.raises(BundleError) as refused:
         read_again(bundle, folder)
     assert said in str(refused.value), str(refused.value)
