@@ -10,7 +10,8 @@ processor's caches (32 KB), multiplies it by all tokens, and goes on along the i
 
 So no dequantized tile is written to memory, and the result depends neither on the number of threads
 nor on which of them was free. The values of P are those of `runtime.arrays.dequantize` to the last
-bit; each element of y is the sum along the inner dimension in order, in float32.
+bit. Sums are float32: in order within a part k, and then of the parts, since a vocabulary of small
+terms, each added to a sum that is large already, would be lost.
 
 In bfloat16 both x and P are rounded to the nearest, and a processor with AVX512-BF16 adds two
 products at once to each sum. Matrices in floating point are multiplied in float32.

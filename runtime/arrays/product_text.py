@@ -198,10 +198,6 @@ def _few(
     kept, x_taken = panel.view(number), [row.view(number) for row in x_rows]
     z = [Variable(code.zeros()) for _ in y_rows for _ in firsts]
     places = [row + first for row in y_rows for first in firsts]
-    for whole in code.either(full, z):
-        with nullcontext() if not whole else code.when(sums, z):
-            for at, total in enumerate(z):
-                total.now = places[at].load(None if whole else loaded[at % len(firsts)])
     done = code.value(0)
     for steps in dict.fromkeys((registers.steps, 1)):
         stop = deep - (deep - done) % steps
@@ -215,7 +211,10 @@ def _few(
                 for u in inner:
                     total.now = multiply(x_all[i][u], w[v][u], total.now)
         done = stop
-    for whole in code.either(full):
+    for whole in code.either(full, z):
+        with nullcontext() if not whole else code.when(sums, z):
+            for at, total in enumerate(z):
+                total.now = total.now + places[at].load(None if whole else loaded[at % len(firsts)])
         for at, total in enumerate(z):
             places[at].store(total.now, None if whole else masks[at % len(firsts)])
 

@@ -53,9 +53,16 @@ def accepted(model_type: str) -> Settings:
 
 
 def made_elsewhere(
-    folder: Path, model_types: Sequence[str], seed: int, changed: bool = True
+    folder: Path,
+    model_types: Sequence[str],
+    seed: int,
+    changed: bool = True,
+    initial: bool = False,
 ) -> None:
-    """Let transformers make checkpoints of types: FOLDER/TYPE, and perhaps FOLDER/TYPE,changed."""
+    """Let transformers make checkpoints of types: FOLDER/TYPE, and perhaps FOLDER/TYPE,changed.
+
+    `initial`: with the weights that its classes begin with, in place of drawn ones.
+    """
     for model_type in model_types:
         cases: dict[str, Settings] = {model_type: {}}
         if changed:
@@ -64,7 +71,9 @@ def made_elsewhere(
             path = folder / name
             path.mkdir(parents=True)
             (path / "config.json").write_text(json.dumps(tiny(model_type, **case)))
-    run_script(("torch", "transformers"), "transformers_random.py", folder, seed)
+    run_script(
+        ("torch", "transformers"), "transformers_random.py", folder, seed, *["initial"][:initial]
+    )
 
 
 def difference(folder: Path) -> float | str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial, partialmethod
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,6 +34,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import StepDropout
 
 Row = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # tokens (T+1,) and the scored positions (N,)
+States = Sequence[Sequence[mx.array]]  # for each row the inputs (1, T, D) of each layer
 
 
 def dense_model(
@@ -49,15 +52,49 @@ def plain_loss(model: Model, adapters: Adapters, rows: Sequence[Sample]) -> floa
     """Mean loss over all scored targets, each sample run by itself from end to end."""
     total, count = 0.0, 0
     for row in rows:
-        x = model.embed(row.inputs, adapters.loras(model.blocks[0]), row.offsets)
-        for block in model.blocks[1:-1]:
-            x = model.forward(block, x, adapters.loras(block), row.offsets)
-        h = model.hidden(x, row.scored)
+        h = model.hidden(hidden_states(model, adapters, row)[-1], row.scored)
         loras = [adapters.loras(model.blocks[-1])]
         (result,) = model.losses([h], [row.targets], gradient=False, loras=loras)
         total += float(result.loss.sum().item())  # type: ignore[arg-type]
         count += len(row.targets)
     return total / count
+
+
+def hidden_states(model: Model, adapters: Adapters, row: Sample) -> list[mx.array]:
+    """The inputs (1, T, D) of every layer and of the head, from end to end of a sample."""
+    states = [model.embed(row.inputs, adapters.loras(model.blocks[0]), row.offsets)]
+    for block in model.blocks[1:-1]:
+        states.append(model.forward(block, states[-1], adapters.loras(block), row.offsets))
+    return states
+
+
+@contextmanager
+def from_states(model: nn.Module, layers: Sequence[str], states: States) -> Iterator[list[float]]:
+    """Let a model in float64 compute, and be differentiated, at the inputs that an engine had.
+
+    Every layer takes the input that `states` has for the row that is run, and gradients pass to the
+    layer before. So gradients are compared at one point: a model has others at inputs that rounding
+    has moved. The list gets the relative error of each input, from the one before on, in the
+    columns that differ.
+    """
+    modules = dict(model.named_modules())
+    rows = {id(modules[name]): iter([row[at] for row in states]) for at, name in enumerate(layers)}
+    errors: list[float] = []
+
+    def at_states(plain: Any, layer: nn.Module, *given: Any, **named: Any) -> Any:
+        x, *rest = given or [named.pop(next(iter(named)))]
+        state = double.widened(next(rows[id(layer)])[:, : x.shape[1]])
+        moved = mx.stop_gradient(state - x)
+        differ = (moved != 0).any(axis=(0, 1))  # not Gemma 4's numbers of tokens, which are large
+        errors.append(relative_error(state * differ, mx.stop_gradient(x) * differ))
+        return plain(layer, x + moved, *rest, **named)
+
+    calls = {type(modules[name]): type(modules[name]).__call__ for name in layers}
+    with ExitStack() as stack:
+        for kind, plain in calls.items():
+            replaced = partialmethod(partial(at_states, plain))
+            stack.enter_context(mock.patch.object(kind, "__call__", replaced))
+        yield errors
 
 
 def checkpoint_model(checkpoint: Checkpoint) -> nn.Module:

@@ -34,8 +34,9 @@ class RandomMatrix:
         size: int,
         dtype: str,
         most: int = 40,
+        least: int = 1,
     ) -> None:
-        rows, self.groups = int(rng.integers(1, most)), int(rng.integers(1, 9))
+        rows, self.groups = int(rng.integers(least, most)), int(rng.integers(1, 9))
         shape = (rows, self.groups * size * bits // 32)
         words = rng.integers(0, 1 << 32, shape, dtype=np.uint32)
         drawn = [mx.array(rng.normal(size=(rows, self.groups))) for _ in range(2)]

@@ -131,6 +131,23 @@ def test_sums_and_adapters_are_those_of_numpy(
     assert reference.relative_error(y, mx.array(expected)) <= CLOSE
 
 
+@pytest.mark.parametrize("registers", REGISTERS, ids=lambda each: f"{each.lanes} lanes")
+def test_long_sums_are_added_in_parts(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, registers: Registers
+) -> None:
+    """A head's gradient is one of its vocabulary, in which a small term alone would be lost."""
+    monkeypatch.setattr(compiled_products, "registers", lambda: registers)
+    bits, size, layout = SETTINGS[0]
+    weights = RandomMatrix(rng, bits, layout, size, _scales(0), most=30_001, least=30_000)
+    matrix = weights.matrix
+    tile = MapTile(matrix, weights.mapped(matrix, 0, matrix.rows, False))
+    w = np.array(dense(weights.tile(0, matrix.rows, False), bits, CpuArrays())).astype(np.float64)
+    rest = np.sign(w[:, :1]).T * 2.0**-25  # of the largest term
+    x = np.where(np.arange(matrix.rows) == 0, 1, rest).astype(np.float32)
+    y = CompiledProducts(CpuArrays(), 1).multiply(mx.array(x), tile, True, None)
+    assert np.array(y)[0, 0] == pytest.approx((x.astype(np.float64) @ w)[0, 0], rel=CLOSE)
+
+
 def test_a_session_compiles_all_that_a_step_takes(
     tiny: Tiny, rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

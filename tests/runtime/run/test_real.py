@@ -6,14 +6,16 @@ from pathlib import Path
 from statistics import median
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from oracles import whole_model as reference
 from oracles.estimators import MonolithicMeZO
 from support.bundles import runnable
+from support.compiled import require_compiled
 from support.estimators import copy_of, mezo_of, same
 from support.models import adapters_of, mebp
-from support.plans import plan_of, task_of
+from support.plans import LINUX, plan_of, task_of
 
 from runtime.bundle.store import Bundle
 from runtime.engine.sample import Row
@@ -61,10 +63,15 @@ def test_logits_are_mlx_lms(gemma: Bundle, row: Row, tmp_path: Path) -> None:
     assert float(loss) < 4.0  # a wrong norm, RoPE or tokenizer is far above
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_are_autograds(
-    gemma: Bundle, row: Row, rng: np.random.Generator, tmp_path: Path
+    gemma: Bundle, row: Row, rng: np.random.Generator, tmp_path: Path, compiled: bool
 ) -> None:
-    session = open_session(gemma, plan_of(gemma.manifest, task_of(64), 300_000_000))
+    if compiled:
+        require_compiled()
+    machine = msgspec.structs.replace(LINUX, llvm=compiled)
+    plan = plan_of(gemma.manifest, task_of(64), 300_000_000, machine=machine)
+    session = open_session(gemma, plan)
     adapters = adapters_of(gemma, rng, size=0.002)
     result, gradients = mebp(session.model(len(row.inputs)), adapters, [row], tmp_path)
     # The residual stream of this model reaches 1e5, so float32 itself is far from exact: the
@@ -79,7 +86,8 @@ def test_gradients_are_autograds(
     theirs = {name: reference.relative_error(rounded[name], expected[name]) for name in expected}
     print(f"relative error of ours: median {median(ours.values()):.1e}, worst {_worst(ours)}")
     print(f"of float32 autograd: median {median(theirs.values()):.1e}, worst {_worst(theirs)}")
-    assert median(ours.values()) <= max(1e-5, 2 * median(theirs.values()))
+    # compiled products add some 2,000 parts of the vocabulary one after the other
+    assert median(ours.values()) <= max(1e-5, (4 if compiled else 2) * median(theirs.values()))
     assert max(ours.values()) <= 1e-3
 
 

@@ -1,8 +1,8 @@
 """Writes random checkpoints as transformers makes them, and their logits: an own interpreter's.
 
-python transformers_random.py FOLDER SEED   each folder inside has a config.json; weights of its
-dtype, tokens.npy (T,) and logits.npy (T, V), computed in float32, are written there, or refused.txt
-where transformers refuses.
+python transformers_random.py FOLDER SEED [initial]   each folder inside has a config.json; weights
+of its dtype, tokens.npy (T,) and logits.npy (T, V), computed in float32, are written there, or
+refused.txt where transformers refuses. `initial` weights are those that its classes begin with.
 """
 
 import sys
@@ -33,11 +33,10 @@ for path in sorted(Path(sys.argv[1]).glob("*/config.json")):
         buffers = [b for b in model.buffers() if id(b) in saved and b.is_floating_point()]
         with torch.no_grad():
             for parameter in [*model.parameters(), *buffers]:
-                noise = torch.randn_like(parameter)
-                if parameter.ndim > 1:
-                    parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-                else:
-                    parameter.add_(noise / 10)
+                if sys.argv[3:] != ["initial"]:
+                    noise, wide = torch.randn_like(parameter), parameter.ndim > 1
+                    noise = noise / (parameter.shape[-1] ** 0.5 if wide else 10)
+                    parameter.copy_(noise if wide else parameter + noise)
                 parameter.copy_(parameter.to(stored))
             most = min(model.get_input_embeddings().num_embeddings, TOKEN_IDS)
             tokens = torch.randint(0, most, (TOKENS,))
