@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from export.config.export import ExportConfig
-from ondevice.api.process import hearing, prepare
+from ondevice.api.process import hearing, prepare, refuse_others
 from runtime.bundle import store
 from runtime.bundle.manifest import Quality
 from runtime.bundle.store import Bundle
@@ -56,6 +56,7 @@ def export_bundle(
         BundleError: the checkpoint is damaged or not supported.
         StorageError: the disk is full, or the output cannot be written.
     """
+    refuse_others(config, ExportConfig)
     prepare(keep_heap=False)
     return export(config, on_progress, hearing(on_note))
 

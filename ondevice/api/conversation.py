@@ -7,7 +7,7 @@ from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ondevice.api.process import hearing, prepare, refuse_threads
+from ondevice.api.process import hearing, prepare, refuse_others, refuse_threads
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import UsageError
 from runtime.core.notes import Note
@@ -23,6 +23,7 @@ def chat(config: ChatConfig, *, on_note: Note | None = None) -> Conversation:
     It is a context manager: the model is in memory inside the `with` statement.
     on_note(text) receives lines for people.
     """
+    refuse_others(config, ChatConfig)
     prepare()
     return Conversation(config, on_note)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from export.config.fuse import AdapterConfig
-from ondevice.api.process import hearing, prepare
+from ondevice.api.process import hearing, prepare, refuse_others
 from runtime.adapters.lora import LoraSettings
 from runtime.core.notes import Note
 
@@ -36,6 +36,7 @@ def adapter(config: AdapterConfig, *, on_note: Note | None = None) -> AdapterRes
         BundleError: the bundle or the adapter cannot be used.
         StorageError: it cannot be written.
     """
+    refuse_others(config, AdapterConfig)
     prepare()
     return convert(config, hearing(on_note))
 

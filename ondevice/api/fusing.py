@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from export.config.fuse import FuseConfig
-from ondevice.api.process import hearing, prepare
+from ondevice.api.process import hearing, prepare, refuse_others
 from runtime.bundle.manifest import Quality
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BudgetError, UsageError
@@ -58,6 +58,7 @@ def fuse(
         BundleError, DataError: the bundle, the adapter or the data cannot be used.
         StorageError: the disk has too little space, and nothing is left behind.
     """
+    refuse_others(config, FuseConfig)
     prepare(keep_heap=False)
     return fuse_as(config, on_progress, hearing(on_note))
 

@@ -25,6 +25,14 @@ def hearing(on_note: Note | None) -> Note:
     return note
 
 
+def refuse_others(config: object, kind: type) -> None:
+    """Raise UsageError if a function's `config` is not of its command's `kind`."""
+    if not isinstance(config, kind):
+        raise UsageError(
+            f"config is of type {type(config).__name__}; it must be an ondevice.{kind.__name__}"
+        )
+
+
 def refuse_threads() -> None:
     """Raise UsageError outside of the main thread, where MLX's graphs could not run."""
     if threading.current_thread() is not threading.main_thread():

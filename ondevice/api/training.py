@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ondevice.api.process import hearing, prepare
+from ondevice.api.process import hearing, prepare, refuse_others
 from runtime.config.train import PlanConfig, TrainConfig
 from runtime.core.notes import Note, Progress, no_progress
 
@@ -27,6 +27,7 @@ def plan(config: PlanConfig, *, on_note: Note | None = None) -> Plan:
         BudgetError: nothing fits; the message has the smallest budget that does.
         BundleError: the bundle is damaged, or its graphs cannot be traced.
     """
+    refuse_others(config, PlanConfig)
     prepare()
     from runtime.run.start import show_plan
 
@@ -57,6 +58,7 @@ def train(
         DivergedError: the loss is not finite; the last save is intact.
         InterruptedRunError: a signal, such as Ctrl-C's, ended the run; its state is saved.
     """
+    refuse_others(config, TrainConfig)
     prepare()
     from runtime.run import start
 

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ondevice.api.process import hearing, prepare
+from ondevice.api.process import hearing, prepare, refuse_others
 from runtime.bundle.manifest import Quality
 from runtime.config.evaluate import EvalConfig
 from runtime.config.generate import GenerateConfig
@@ -32,6 +32,7 @@ def evaluate(
         BudgetError: the budget is too small, or was passed.
         BundleError, DataError: the bundle, the adapter or the data cannot be used.
     """
+    refuse_others(config, EvalConfig)
     if config.source is not None:
         raise UsageError("a source is for compare_with_source(config); leave it out")
     prepare()
@@ -56,6 +57,7 @@ def compare_with_source(
         BudgetError: the budget is too small, or was passed.
         BundleError, DataError: the bundle, the checkpoint or the data cannot be used.
     """
+    refuse_others(config, EvalConfig)
     if config.source is None:
         raise UsageError("there is nothing to compare with: give the checkpoint as source")
     prepare()
@@ -105,6 +107,7 @@ def generate(
         BudgetError: the budget is too small, or was passed.
         BundleError, DataError: the bundle or the adapter cannot be used, or has no tokenizer.
     """
+    refuse_others(config, GenerateConfig)
     prepare()
     from runtime.run.generate import Generating
 

@@ -7,8 +7,7 @@ an embedding. Those of a prefix of m rows are `model.layers.N.ATTENTION.prefix_k
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, cast
 
 A, B = "lora_a", "lora_b"
@@ -34,7 +33,8 @@ _TOWERS = frozenset(
 class Coverage(NamedTuple):
     """The part of a model with adapters: the modules `targets` in layers `first` to `last`.
 
-    The embedding and the head may be among the targets; where they alone are, the layers are none.
+    A layer need not have all of them. The embedding and the head may be among the targets; where
+    they alone are, the layers are none.
     """
 
     rank: int
@@ -42,15 +42,16 @@ class Coverage(NamedTuple):
     first: int
     last: int
 
-    @property
-    def layers(self) -> int:
-        """How many layers, counted from the last one; 1 where none has a target."""
-        return max(1, self.last - self.first + 1)
+    def counted(self, layers: int) -> int:
+        """How many of a model's `layers` from the last one have targets; 1 where none has one."""
+        return max(1, layers - self.first) if self.first <= self.last else 1
 
     @property
     def where(self) -> str:
         """The layers in words."""
-        return f"layer {self.last}" if self.layers == 1 else f"layers {self.first} to {self.last}"
+        if self.first < self.last:
+            return f"layers {self.first} to {self.last}"
+        return f"layer {self.last}" if self.first == self.last else "no layer"
 
 
 def is_prefix(names: Iterable[str]) -> bool:
@@ -89,48 +90,33 @@ def number(value: object, name: str) -> float:
 
 
 def coverage_of(shapes: Mapping[str, Shape]) -> Coverage:
-    """The coverage of tensors with our names and these shapes.
+    """The coverage of tensors with our names and these shapes; of none, rank 0 and no layer.
 
     Raises:
-        ValueError: in words, if that is not one rank, and the same modules of consecutive layers.
+        ValueError: in words, if that is not one rank, or a name is no tensor of an adapter.
     """
     modules = {name.rpartition(".")[0] for name in shapes}
-    if not modules:
-        raise ValueError("it holds no tensors")
     ranks: dict[int, str] = {}
-    by_layer: dict[int, set[str]] = defaultdict(set)
-    outside: set[str] = set()
     for module in sorted(modules):
-        layer, path = _place(module)
-        (outside if layer is None else by_layer[layer]).add(path)
         ranks.setdefault(_rank(module, shapes), module)
     if len(ranks) > 1:
         examples = ", ".join(f"{rank} in {module}" for rank, module in sorted(ranks.items())[:3])
         raise ValueError(f"its modules have different ranks ({examples}); only one is supported")
-    first, last = min(by_layer, default=0), max(by_layer, default=-1)
-    paths = by_layer[first]
-    for layer in range(first, last + 1):
-        if by_layer[layer] != paths:
-            raise ValueError(
-                f"layer {first} has adapters on {_listed(paths)}, layer {layer} on "
-                f"{_listed(by_layer[layer])}; only the same in consecutive layers is supported"
-            )
-    targets = sorted({path.split(".")[-1] for path in (*paths, *outside)})
-    return Coverage(next(iter(ranks)), tuple(targets), first, last)
+    layers = {layer for module in modules if (layer := _layer(module)) is not None}
+    targets = sorted({module.rpartition(".")[2] for module in modules})
+    first, last = min(layers, default=0), max(layers, default=-1)
+    return Coverage(next(iter(ranks), 0), tuple(targets), first, last)
 
 
-def _place(module: str) -> tuple[int | None, str]:
-    """The layer of a module such as `model.layers.3.self_attn.q_proj`, and its name in there.
-
-    No layer, and the whole name, of one outside.
-    """
+def _layer(module: str) -> int | None:
+    """The layer of a module such as `model.layers.3.self_attn.q_proj`; None of one outside."""
     parts = module.split(".")
     number = next((i for i, part in enumerate(parts) if part.isascii() and part.isdecimal()), None)
     if number is None:
-        return None, module
+        return None
     if number + 1 == len(parts) or len(parts[number]) > 9:
         raise ValueError(f"it adapts {module}; only linear layers and embeddings are supported")
-    return int(parts[number]), ".".join(parts[number + 1 :])
+    return int(parts[number])
 
 
 def _rank(module: str, shapes: Mapping[str, Shape]) -> int:
@@ -146,7 +132,3 @@ def _rank(module: str, shapes: Mapping[str, Shape]) -> int:
     if len(first) != 2 or len(second) != 2 or first[shared] != second[0]:
         raise ValueError(f"the two tensors of {module} do not fit each other: {first} and {second}")
     return second[0]
-
-
-def _listed(paths: Collection[str]) -> str:
-    return ", ".join(sorted(paths)) or "nothing"

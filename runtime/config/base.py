@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from itertools import pairwise
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -192,17 +193,15 @@ def output_option(default: Any, text: str, metavar: str) -> Any:
 class Config:
     """Base of configurations; creating one with a value that is not allowed raises UsageError.
 
-    A `Path` is stored as text, a list as a tuple, and a whole number as float if need be.
+    A `Path` is stored as text, a list as a tuple, a whole number as float if need be, and NumPy's
+    numbers as Python's.
     """
 
     positional: ClassVar[str] = "bundle"  # the field that is given without a flag
     is_of_a_run: ClassVar[bool] = False  # written before: today's bounds of input do not count
 
     def __post_init__(self) -> None:
-        values = {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in vars(self).items()
-        }
+        values = {name: _plain(value) for name, value in vars(self).items()}
         refuse(type(self), _problems(type(self), values, given=() if self.is_of_a_run else values))
         vars(self).update(
             {setting.name: _normal(setting, values[setting.name]) for setting in fields(self)}
@@ -313,6 +312,19 @@ def type_of(setting: Field[Any]) -> FieldType:
     return kind._replace(fits=lambda value: value is None or kind.fits(value))
 
 
+def _plain(value: Any) -> Any:
+    """A path as text, and a number of another library as Python's; others as they are."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
 def _normal(setting: Field[Any], value: Any) -> Any:
     """A valid value, converted to the field's type."""
     if setting.type in ("float", "float | None") and value is not None:
@@ -338,6 +350,8 @@ def _problems(cls: type[Config], values: dict[str, Any], given: Container[str]) 
         ):
             meant = check.hint(str(value)) if check and _whole(value) else ""
             wanted = type_of(setting).words
+            if wanted == "text" and check:
+                wanted = f"text: {check.wanted}"
             if _too_long(value):
                 wanted = f"{wanted} of at most 64 bits, with its sign"
             problems.append(f"{setting.name} is {_shortened(value)}; it must be {wanted}{meant}")
@@ -393,4 +407,6 @@ def read_values(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot read --config {file}: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"--config {file} is not TOML: {error}") from error
+        raise UsageError(
+            f"--config {file} is not TOML: {error}; its lines are such as: learning_rate = 1e-3"
+        ) from error

@@ -175,13 +175,23 @@ class AdapterFiles:
                 f"{self.weights} has adapters of rank {coverage.rank}, and {self.config} says rank "
                 f"{lora.rank}: one of the two files belongs to another adapter"
             )
-        if layers is not None and layers != {*range(coverage.first, coverage.last + 1)}:
+        assert self.manifest is not None, "tensors are read for a model"
+        with_targets = {
+            number
+            for number, block in enumerate(self.manifest.layers)
+            if any(
+                name.split(".")[-1] in coverage.targets for name in self.manifest.adaptable(block)
+            )
+        }
+        adapted = with_targets.intersection(range(coverage.first, coverage.last + 1))
+        if layers is not None and with_targets & layers != adapted:
             raise BundleError(
                 f"{self.weights} has adapters in {coverage.where}, and {self.config} says "
                 f"layers_to_transform {sorted(layers)}: one of the two files belongs to another "
                 "adapter, or delete the setting"
             )
-        return msgspec.structs.replace(lora, targets=coverage.targets, layers=coverage.layers)
+        count = coverage.counted(len(self.manifest.layers))
+        return msgspec.structs.replace(lora, targets=coverage.targets, layers=count)
 
     @contextmanager
     def opened(self, rank: int) -> Iterator[AdapterTensors]:
@@ -293,6 +303,8 @@ class AdapterTensors:
     @property
     def coverage(self) -> Coverage:
         """The rank, targets and layers. Raises BundleError where they cannot be told so."""
+        if not self.shapes:
+            raise BundleError(f"{self._path}: it holds no tensors")
         try:
             return coverage_of(self.shapes)
         except ValueError as problem:
@@ -321,18 +333,25 @@ class AdapterTensors:
                 f"are expected{hint}; to train with it, give --prefix-length {stored.rank}, or "
                 "start with a new prefix (without --adapter)"
             )
-        if stored.rank != wanted.rank:
+        if expected and stored.rank != wanted.rank:
             raise BundleError(
                 f"{self._path} does not fit: its adapters have rank {stored.rank}, and rank "
                 f"{wanted.rank} is expected{hint}; to train with it, give --lora-rank "
                 f"{stored.rank}, or start with new adapters (without --adapter)"
             )
-        if odd := sorted(self.shapes.keys() ^ expected.keys()):
-            where = ""
-            if (stored.first, stored.last) != (wanted.first, wanted.last):
-                where = f" (it has {stored.where}, expected are {wanted.where})"
+        more, fewer = (
+            sorted(a.keys() - b) for a, b in ((self.shapes, expected), (expected, self.shapes))
+        )
+        if more or fewer:
+            odd = " and ".join(
+                f"{len(names)} tensors are {state}, such as {names[0]}"
+                for names, state in ((more, "not expected"), (fewer, "missing"))
+                if names
+            )
             raise BundleError(
-                f"{self._path} does not fit the bundle: {len(odd)} names{where}, {odd[0]}{hint}"
+                f"{self._path} does not fit the bundle: it has {stored.where}, expected are "
+                f"{wanted.where}; {odd}; all of the last layers have adapters on the same linear "
+                f"layers, as far as they have these{hint or f'; {MERGE}'}"
             )
         name = next(name for name, shape in expected.items() if self.shapes[name] != shape)
         raise BundleError(

@@ -141,7 +141,10 @@ def _continue(
     folder.write_plan(chosen)
     folder.write(CONFIG, to_toml(config).encode())
     if not trainer.ended:
-        events.note(f"resuming after step {progress.done} of {config.steps}")
+        events.note(
+            f"resuming after step {progress.done} of {config.steps}, on the rows that the run has "
+            "kept: its data is not read again"
+        )
         _say_rates(before, config, progress.done, events)
     return trainer.run()
 

@@ -237,6 +237,30 @@ def test_a_conversation_is_the_command_s(
     assert [one["prompt_tokens"] for one in told] == [one.prompt_tokens for one in answers]
 
 
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        ("export_bundle", "ExportConfig"),
+        ("plan", "PlanConfig"),
+        ("train", "TrainConfig"),
+        ("evaluate", "EvalConfig"),
+        ("compare_with_source", "EvalConfig"),
+        ("generate", "GenerateConfig"),
+        ("chat", "ChatConfig"),
+        ("adapter", "AdapterConfig"),
+        ("fuse", "FuseConfig"),
+    ],
+)
+def test_another_command_s_configuration_is_refused(function: str, kind: str) -> None:
+    for config in ({"bundle": "b"}, "b"):
+        said = f"config is of type {type(config).__name__}; it must be an ondevice.{kind}$"
+        with pytest.raises(UsageError, match=said):
+            getattr(ondevice, function)(config)
+    if kind == "TrainConfig":
+        with pytest.raises(UsageError, match="config is of type PlanConfig"):
+            getattr(ondevice, function)(ondevice.PlanConfig(bundle="b"))
+
+
 def test_other_threads_are_refused(tiny: Tiny) -> None:
     config = ondevice.PlanConfig(bundle=str(tiny("qwen2").path), max_seq_length=16)
     with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="the main thread alone"):

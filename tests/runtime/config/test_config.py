@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 from dataclasses import MISSING, FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -252,8 +254,21 @@ def test_a_missing_or_broken_file_is_a_usage_error(tmp_path: Path) -> None:
     broken = tmp_path / "broken.toml"
     for content in (b"steps = ", b"\xff\xfe"):
         broken.write_bytes(content)
-        with pytest.raises(UsageError, match="is not TOML"):
+        with pytest.raises(
+            UsageError, match=r"is not TOML.*; its lines are such as: learning_rate"
+        ):
             load(TrainConfig, broken, {})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = {"steps": np.int64(3), "learning_rate": np.float32(0.5), "seed": np.uint8(7)}
+    config = TrainConfig(bundle="b", data="d", **given)  # type: ignore[arg-type]
+    assert [type(getattr(config, name)) for name in given] == [int, float, int]
+    assert (config.steps, config.learning_rate, config.seed) == (3, 0.5, 7)
+    export = ExportConfig(source="s", output="o", seq_lens=tuple(np.array([16, 32])))
+    assert export.seq_lens == (16, 32) and json.dumps(export.seq_lens) == "[16, 32]"
+    with pytest.raises(UsageError, match=r"steps is .*3\.0.*; it must be a whole number"):
+        TrainConfig(bundle="b", data="d", steps=np.float64(3))
 
 
 def test_layer_names_are_split() -> None:

@@ -103,8 +103,14 @@ def test_a_number_of_bytes_is_a_budget_as_it_was() -> None:
 
 
 def test_a_number_in_a_file_or_a_call_is_asked_about_too() -> None:
-    with pytest.raises(UsageError, match=r"budget is 300; it must be text; did you mean 300MB\?"):
+    said = r"budget is 300; it must be text: a size such as 300MB, .*; did you mean 300MB\?"
+    with pytest.raises(UsageError, match=said):
         load(TrainConfig, None, {"bundle": "b", "data": "d", "budget": 300})
+    said = (
+        r"lora_targets is \['q_proj'\]; it must be text: all-linear, or names of layers such as q_"
+    )
+    with pytest.raises(UsageError, match=said):
+        load(TrainConfig, None, {"bundle": "b", "data": "d", "lora_targets": ["q_proj"]})
 
 
 def test_keys_of_files_and_calls_are_understood_too() -> None:

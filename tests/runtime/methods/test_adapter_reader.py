@@ -204,8 +204,8 @@ _TOWER = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.
         (_with(f"{Q}.lora_A.weight", np.zeros((3, 128), np.float64)), "has type F64"),
         (_with(f"{Q}.lora_A.weight", np.zeros((3, 64), np.float32)), "is (64, 3), expected (128"),
         (_renamed("down_proj.lora_A", "up_proj.lora_A"), "only one of its two tensors"),
-        (_renamed("layers.1.mlp", "layers.0.mlp"), "only the same in consecutive layers"),
-        (_renamed("layers.1.", "layers.0."), "it has layer 0, expected are layer 1"),
+        (_renamed("layers.1.mlp", "layers.0.mlp"), "6 tensors are missing, such as model.layers.0"),
+        (_renamed("layers.1.", "layers.0."), "it has layer 0, expected are layers 0 to 1; 6"),
         (_renamed("layers.1.", "layers.9."), "it has layer 9, expected are layer 1"),
         (_renamed("layers.1.", "layers.1234567890."), "only linear layers and embeddings"),
         (_renamed("q_proj", "w_proj"), "does not fit the bundle"),
@@ -293,7 +293,27 @@ def test_files_that_are_not_whole_are_refused(
     assert refused.returncode == 2 and "ondevice replay" in refused.stderr
 
 
-def test_coverage_is_one_rank_on_the_same_modules(rng: Rng) -> None:
+@pytest.mark.parametrize("form", WEIGHTS)
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj",), ("in_proj", "w2"), ("out_proj",)])
+def test_layers_of_several_kinds_have_the_adapters_that_they_can(
+    tiny: Tiny, rng: Rng, tmp_path: Path, form: str, targets: object
+) -> None:
+    bundle = tiny("lfm2")  # a convolution, and an attention
+    ours = saved_adapter(bundle, rng, tmp_path / "ours", rank=2, targets=targets)
+    folder = written(bundle, tmp_path / "ours", form, tmp_path / form)
+    check_same(read_again(bundle, folder), ours)
+
+
+def test_a_layer_without_the_matrix_is_refused(tiny: Tiny, rng: Rng, tmp_path: Path) -> None:
+    bundle = tiny("lfm2")
+    saved_adapter(bundle, rng, tmp_path / "ours", rank=2, targets=("q_proj",))
+    folder = written(bundle, tmp_path / "ours", "peft", tmp_path / "peft")
+    rewritten(folder, "peft", _renamed("layers.1.", "layers.2."))
+    with pytest.raises(BundleError, match="it has layer 2, expected are no layer; 2 tensors are"):
+        read_again(bundle, folder)
+
+
+def test_coverage_is_one_rank_on_modules_of_layers(rng: Rng) -> None:
     first, last = sorted(map(int, rng.integers(0, 40, 2)))
     rank = int(rng.integers(1, 9))
     shapes: dict[str, tuple[int, ...]] = {}
@@ -302,7 +322,7 @@ def test_coverage_is_one_rank_on_the_same_modules(rng: Rng) -> None:
             shapes[f"model.layers.{layer}.{path}.lora_a"] = (16, rank)
             shapes[f"model.layers.{layer}.{path}.lora_b"] = (rank, 8)
     found = coverage_of(shapes)
-    assert found.layers == last - first + 1
+    assert found.counted(last + 3) == last + 3 - first
     assert found == (rank, ("q_proj", "up_proj"), first, last)
     name = f"model.layers.{last}.mlp.up_proj"
     shapes |= {f"{name}.lora_a": (16, rank + 1), f"{name}.lora_b": (rank + 1, 8)}

@@ -96,9 +96,11 @@ def test_epochs_become_steps_and_a_run_goes_on_for_more(bundle: Bundle, tmp_path
     assert "steps = 2\n" in (run / "config.toml").read_text()
     refuses(2, "--steps 1 < 2, the steps", "train", "--resume", run, "--epochs=0.1", by=ondevice)
     refuses(2, "epochs 2 and steps 3 both", "train", "--resume", run, "--epochs=2", "--steps=3")
+    data.unlink()  # a run keeps its rows
     more = succeeds("train", "--resume", run, "--epochs=2")
     assert "2 epochs of 5 rows in batches of 2 = 5 steps" in more.stderr
-    assert "resuming after step 2 of 5" in more.stderr and summary_of(run)["epochs"] == 2.0
+    assert "resuming after step 2 of 5, on the rows that the run has kept" in more.stderr
+    assert summary_of(run)["epochs"] == 2.0
 
 
 def test_what_a_model_forgets_is_measured(bundle: Bundle, tmp_path: Path) -> None:
