@@ -111,7 +111,7 @@ def test_gradients_lie_within_rounding_of_float64(
     assert max(errors(ours, exact)) <= ON_THE_WAY
     # sums in another order let some factors be rounded the other way, and matrices in floating
     # point are not rounded
-    assert max(errors(ours, oracle)) <= (1 if layouts else 0.3) * max(errors(oracle, exact))
+    assert max(errors(ours, oracle)) <= (1 if layouts else 0.6) * max(errors(oracle, exact))
 
 
 def test_what_is_asked_for_is_taken_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
