@@ -156,11 +156,12 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
 
     For the arguments and errors see `families.normalise_config`.
     """
+    known = arguments_of(family)
     for key, value in raw.items():
-        if not is_finite(value) and key not in (_UNBOUNDED, *_NOT_OF_DECODERS):
+        is_dropped = type(value) is int and key not in known and key not in _KEPT
+        if not is_finite(value) and key not in (_UNBOUNDED, *_NOT_OF_DECODERS) and not is_dropped:
             raise BundleError(f"{where}: {key} is {value!r:.80}, not a finite number of 64 bits")
     full = settings_of(raw, family, where)
-    known = arguments_of(family)
     layers = next((full[name] for name in _LAYERS if full.get(name) is not None), None)
     if "text_config" in known and "text_config" in raw:
         raise BundleError(

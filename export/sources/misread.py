@@ -15,6 +15,7 @@ MISREAD = (
 )
 _LACKS = re.compile(r"\S+ missing \d+ required positional arguments?: ")
 _SHOWN = 3
+_MOST_SETTINGS = 100  # of an object whose settings are tried one by one
 _READ, _REFUSED = "read", "refused"
 
 _Path = tuple[str, ...]
@@ -76,9 +77,14 @@ def _culprits(config: dict[str, Any], read: _Read) -> list[_Path]:
 
 
 def _paths(config: dict[str, Any], outer: _Path = ()) -> Iterator[_Path]:
-    """The paths of all settings but the type, and of the objects that hold some."""
+    """The paths of all settings but the type, and of the objects that hold some.
+
+    Of the settings of each matrix, or of many labels, no single one is at fault.
+    """
     for key, value in config.items():
-        if key != "model_type":
+        if isinstance(value, dict) and len(value) > _MOST_SETTINGS:
+            yield (*outer, key)
+        elif key != "model_type":
             yield (*outer, key)
             yield from _paths(value, (*outer, key)) if isinstance(value, dict) else ()
 

@@ -117,7 +117,7 @@ def with_fixed_base(scaling: dict[str, Any], config: dict[str, Any]) -> dict[str
     if not (scaling.get("alpha") and str(config.get("model_type")).startswith("hunyuan")):
         return scaling
     dims = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    base = scaling.get("rope_theta", config.get("rope_theta"))
+    base = config["rope_theta"] if scaling.get("rope_theta") is None else scaling["rope_theta"]
     return {"rope_type": "default", "rope_theta": base * scaling["alpha"] ** (dims / (dims - 2))}
 
 

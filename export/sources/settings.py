@@ -161,14 +161,19 @@ def own_code(raw: dict[str, Any], where: str) -> list[str]:
     or is for mlx-lm, which would run it in place of its own.
     """
     model_type, classes = raw["model_type"], raw.get("auto_map")
-    code = classes.get("AutoModelForCausalLM") if isinstance(classes, dict) else None
+    named = (
+        {key: _first(value) for key, value in classes.items()} if isinstance(classes, dict) else {}
+    )
+    code = named.get("AutoModelForCausalLM")
+    further = [value for key, value in named.items() if key.startswith("AutoModel") and value]
     own = model_class(model_type)
     name, *same = (
         re.sub(r"forcausallm$|\W|_", "", str(text).rpartition(".")[2].lower())
         for text in (code, own, model_type)
     )
+    warnings = []
     for key, given, others in (
-        ("auto_map", code, own is not None and name not in same),
+        ("auto_map", code or next(iter(further), None), code and own and name not in same),
         ("model_file", raw.get("model_file"), True),
     ):
         if not given:
@@ -179,8 +184,13 @@ def own_code(raw: dict[str, Any], where: str) -> list[str]:
                 f"{said}: the model may be another than {own or model_type}; if that computes the "
                 f"same, delete {key} there"
             )
-        return [f"{said}: mlx-lm's class of {model_type} computes the model"]
-    return []
+        warnings.append(f"{said}: mlx-lm's class of {model_type} computes the model")
+    return warnings
+
+
+def _first(value: Any) -> Any:
+    """A class of `auto_map`, of which a list may have two."""
+    return next(iter(value), None) if isinstance(value, list) else value
 
 
 def _others(config: dict[str, Any], known: set[str]) -> dict[str, Any]:

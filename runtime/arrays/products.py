@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from runtime.arrays.arrays import Arrays, view
+from runtime.arrays.arrays import Arrays, CpuArrays, view
 from runtime.arrays.dequantize import dequantize
 from runtime.arrays.stored import Matrix
 from runtime.arrays.weight_source import FloatTile, Tile
@@ -118,4 +118,7 @@ class GpuBfloat16Products(Products):
 
 def products_for(compute_dtype: str, arrays: Arrays) -> Products:
     """The products in "float32" or, on a GPU, "bfloat16"."""
-    return Products(arrays) if compute_dtype == "float32" else GpuBfloat16Products(arrays)
+    if compute_dtype == "float32":
+        return Products(arrays)
+    assert not isinstance(arrays, CpuArrays), "on a CPU compiled code alone multiplies bfloat16"
+    return GpuBfloat16Products(arrays)

@@ -65,7 +65,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allocator: where freed buffers stay: in the heap ("glibc"), or in MLX's cache ("mlx"); "metal"
         is MLX's on a Mac's GPU, whose buffers are whole pages.
     compute_dtype: the type that products with frozen weights are computed in, and why.
-    llvm: whether code that LLVM has compiled dequantizes weights and multiplies by them.
+    llvm: whether code that LLVM has compiled multiplies by quantized weights.
     limit_bytes: the most that the system lets the process take, its container's limit; None if
         there is none.
     """

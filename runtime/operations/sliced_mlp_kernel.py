@@ -241,6 +241,11 @@ class _Mlp:
         return product
 
     @property
+    def in_place(self) -> bool:
+        """Whether compiled code computes the activation, and can in the memory of the gate."""
+        return self.matrices.team is not None and is_compiled(self.curve)
+
+    @property
     def matrices(self) -> Matrices:
         return self.tools.matrices
 
@@ -295,10 +300,10 @@ class _Mlp:
     def reused(self, name: str, tokens: int, columns: slice, lane: int = 0) -> mx.array | None:
         """Memory for a slice's values of that name (T, w): that of the slice before, if it fits.
 
-        Compiled code fills it. Elsewhere products make arrays of their own, and there is none.
+        Compiled code fills it. Elsewhere products and activations make arrays of their own.
         """
         matrices = [self.down, *(matrix for _, matrix, _ in self.parts)]
-        if self.matrices.team is None or any(matrix.is_float for matrix in matrices):
+        if not self.in_place or any(matrix.is_float for matrix in matrices):
             return None
         shape, key = (tokens, columns.stop - columns.start), (name, lane)
         if key not in self.memory or self.memory[key].shape != shape:
@@ -309,8 +314,7 @@ class _Mlp:
 
     def activated(self, products: list[mx.array]) -> mx.array:
         """a (T, w) of a slice's gate and up, which are consumed: where it can, in place of gate."""
-        in_place = self.matrices.team is not None and is_compiled(self.curve)
-        return self.gated(products, products[0] if in_place else None)
+        return self.gated(products, products[0] if self.in_place else None)
 
     def gated(self, products: list[mx.array], to: mx.array | None = None) -> mx.array:
         """a (T, w) of a slice's gate and up, which are consumed."""

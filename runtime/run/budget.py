@@ -155,11 +155,14 @@ def for_values(machine: Machine, manifest: Manifest, config: StepConfig) -> Mach
     """
     if machine.compute_dtype == "float32":
         return machine
-    reason = _only_float32(manifest) if machine.device == "gpu" else uncompiled(manifest, config)
+    on_gpu = machine.device == "gpu"
+    reason = _only_float32(manifest) if on_gpu else uncompiled(machine, manifest, config)
     if not reason:
         return machine
     if config.compute_dtype == "bfloat16":
-        raise UsageError(f"--compute-dtype bfloat16: {reason}; give float32")
+        raise UsageError(
+            f"--compute-dtype bfloat16: {reason}; give float32, in a new run if this has begun"
+        )
     return msgspec.structs.replace(machine, compute_dtype="float32", compute_reason=reason)
 
 
@@ -171,11 +174,13 @@ def _only_float32(manifest: Manifest) -> str:
     return reason and f"it does not hold {reason}, which go from layer to layer on a GPU"
 
 
-def uncompiled(manifest: Manifest, config: StepConfig) -> str:
+def uncompiled(machine: Machine, manifest: Manifest, config: StepConfig) -> str:
     """Why compiled code, which alone multiplies bfloat16 on a CPU, does not run; empty if it does.
 
     Some matrices may be in floating point, and are multiplied in float32.
     """
+    if not machine.llvm:
+        return "it is multiplied by compiled code, which the machine does not run"
     if config.plan == "paper":
         return "the paper's plan has whole layers dequantized to float32"
     if manifest.slice is not None:

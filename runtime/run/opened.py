@@ -17,7 +17,7 @@ from runtime.machine.machine import Machine, read_machine
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import Method, Start, started
 from runtime.plan.plan import Plan
-from runtime.run.budget import training_machine
+from runtime.run.budget import for_values, training_machine
 from runtime.run.folder import STATE_OF_METHOD, RunFolder
 from runtime.run.results import Evaluation, Events
 from runtime.run.session import Session
@@ -141,7 +141,7 @@ def progress_of(folder: RunFolder, state: State | None) -> Progress:
 
 def machine_of_run(config: TrainConfig, bundle: Bundle) -> Machine:
     """This machine and process, with the heap values of `--machine FILE` if it is given."""
-    machine = training_machine(config, bundle)
+    machine = for_values(training_machine(config, bundle), bundle.manifest, config)
     if config.machine is None:
         return machine
     return msgspec.structs.replace(machine, heap=read_machine(Path(config.machine)).heap)

@@ -63,7 +63,8 @@ def _plan(
     """The plan for a configuration and a bundle with the same LoRA settings."""
     machine = machine or training_machine(config, bundle)
     if config.arithmetic != "auto" and config.arithmetic != machine.arithmetic:
-        machine = msgspec.structs.replace(machine, arithmetic=config.arithmetic)
+        llvm = machine.llvm and config.arithmetic != "packed"
+        machine = msgspec.structs.replace(machine, arithmetic=config.arithmetic, llvm=llvm)
     if config.compute_dtype == "bfloat16" and machine.compute_dtype == "float32":  # not this one
         dtype = choose("bfloat16", machine.device, machine.packed, here=False)
         machine = msgspec.structs.replace(machine, compute_dtype=dtype.name)

@@ -291,7 +291,9 @@ OF_NORM |= {f"model.norm.{part}": np.zeros(2, np.float32) for part in ("scales",
         (put(vocab_size=2**62), "with vocab_size = 4611686018427387904; correct it"),
         (put(auto_map={CAUSAL: "modeling_mine.MineForCausalLM"}), "may be another than Qwen2ForCa"),
         (put(model_file="mine.py"), "model_file = 'mine.py' is code of the checkpoint's own"),
+        (put(auto_map={CAUSAL: "m.Qwen2ForCausalLM"}, model_file="mine.py"), "model_file = 'mine"),
         (put(num_labels=10**30, id2label=[], torch_dtype=["x"]), None),
+        (put(model_max_length=10**30), None),
         (drop("model.norm.weight"), "1 of .* missing: model.norm.weight"),
         (put(intermediate_size=256), "wrong shape.*implies"),
         (add({"model.layers.0.self_attn.sinks.weight": ZEROS}), "does not use"),
@@ -344,10 +346,19 @@ def test_a_setting_that_a_class_needs_is_asked_for(tmp_path: Path) -> None:
         open_checkpoint(str(write_folder(tmp_path / "m", raw, arrays)))
 
 
-@pytest.mark.parametrize("code", ["qwen2.Qwen2ForCausalLM", "a/b--modeling.QWEN_2_ForCausalLM"])
-def test_code_of_a_checkpoint_is_said_not_to_be_run(tmp_path: Path, code: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "named"),
+    [
+        ("qwen2.Qwen2ForCausalLM", {CAUSAL: "qwen2.Qwen2ForCausalLM"}),
+        ("a/b--modeling.QWEN_2_ForCausalLM", {CAUSAL: ["a/b--modeling.QWEN_2_ForCausalLM", None]}),
+        ("m.Bidirectional", {"AutoConfig": "m.Config", "AutoModel": "m.Bidirectional"}),
+    ],
+)
+def test_code_of_a_checkpoint_is_said_not_to_be_run(
+    tmp_path: Path, code: str, named: dict[str, object]
+) -> None:
     config, arrays = weights_of("tiny-qwen2")
-    folder = write_folder(tmp_path / "m", {**config, "auto_map": {CAUSAL: code}}, arrays)
+    folder = write_folder(tmp_path / "m", {**config, "auto_map": named}, arrays)
     (warning,) = open_checkpoint(str(folder)).warnings
     assert f"auto_map = {code!r} is code of the checkpoint's own, which is never run" in warning
 

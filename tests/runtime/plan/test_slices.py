@@ -150,7 +150,8 @@ def test_both_halves_of_a_matrix_and_mlps_without_a_gate(
     rng: Rng, tmp_path: Path, model_type: str, halves: int, compiled: bool
 ) -> None:
     """With dropout and biases: the oracle's gradients, bits of lanes, and tiles that stay."""
-    bundle = with_lora(random_bundle(tmp_path, model_type), dropout=0.2)
+    bits = 8 if compiled else 32
+    bundle = with_lora(random_bundle(tmp_path, model_type, bits), dropout=0.2)
     adapters, rows = adapters_of(bundle, rng), rows_of(bundle, rng)
     dropout = StepDropout(3, 0.2, 1)
     dense = reference.dense_model(bundle, adapters, dropout)

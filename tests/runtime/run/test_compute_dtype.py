@@ -28,6 +28,7 @@ from support.runs import (
 from runtime.bundle.manifest import Slice
 from runtime.config.train import PlanConfig
 from runtime.core.errors import UsageError
+from runtime.machine import compute_dtype, machine_code
 from runtime.methods.zeroth import forward_only
 from runtime.plan.sizes import LEVELS
 from runtime.run.budget import for_values
@@ -111,12 +112,12 @@ def test_values_that_bfloat16_does_not_hold_stay_float32_on_a_gpu(tiny: Tiny) ->
     automatic = for_values(half, manifest, AUTOMATIC)
     assert automatic.compute_dtype == "float32" and "numbers of tokens" in automatic.compute_reason
     assert for_values(half, tiny("qwen2").manifest, ASKED) == half
-    linux = replace(LINUX, compute_dtype=HALF)
+    linux = replace(LINUX, llvm=True, compute_dtype=HALF)
     assert for_values(linux, manifest, ASKED) == linux
 
 
 def test_on_a_cpu_weights_are_quantized_and_lie_in_a_map(tiny: Tiny) -> None:
-    half, quantized = replace(LINUX, compute_dtype=HALF), tiny("qwen2").manifest
+    half, quantized = replace(LINUX, llvm=True, compute_dtype=HALF), tiny("qwen2").manifest
     floats = tiny("qwen2", "bfloat16").manifest
     sliced = replace(quantized, slice=Slice(1, 2, ""))
     for manifest, plan, reason in (
@@ -132,6 +133,31 @@ def test_on_a_cpu_weights_are_quantized_and_lie_in_a_map(tiny: Tiny) -> None:
             for_values(half, manifest, dataclasses.replace(ASKED, plan=plan))
         automatic = for_values(half, manifest, dataclasses.replace(AUTOMATIC, plan=plan))
         assert automatic.compute_dtype == "float32" and reason in automatic.compute_reason
+    with pytest.raises(UsageError, match="compiled code, which the machine does not run"):
+        for_values(replace(half, llvm=False), quantized, ASKED)
+
+
+def test_a_resumed_run_does_not_round_without_compiled_code(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither as it was planned, nor planned anew: as where llvmlite has gone."""
+    with monkeypatch.context() as patched:
+        with_rounded_products(patched)
+        run = tmp_path / "run"
+        words = train_arguments(tiny("qwen2").path, run, 1, compute_dtype=HALF)
+        succeeds(*words, by=here)
+    monkeypatch.setattr(machine_code, "lacking", lambda: "llvmlite has gone")
+    refuses(2, "llvmlite has gone", "train", "--resume", run, "--steps", 2)
+    monkeypatch.setattr(compute_dtype, "lacking", lambda: "")
+    refuses(
+        2,
+        "which the machine does not run; give float32, in a new run",
+        "train",
+        "--resume",
+        run,
+        "--steps",
+        2,
+    )
 
 
 def test_a_plan_counts_rounded_factors(tiny: Tiny) -> None:

@@ -36,7 +36,7 @@ from runtime.run.team import Speeds
 from runtime.storage import saves
 from runtime.storage.logs import Prefix
 
-BUDGET = 40_000_000
+BUDGET = 41_000_000
 STEPS, STOPPED_AFTER = 4, 3
 
 
@@ -74,7 +74,7 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pa
         for name, events in (("whole", Events()), ("stopped", Events(step=stopping))):
             config = TrainConfig(
                 bundle=str(tiny("gemma3").path), data="random:5", output=str(folder / name),
-                max_seq_length=64, batch_size=2, budget="40MB", steps=STEPS, save_every=1,
+                max_seq_length=64, batch_size=2, budget="41MB", steps=STEPS, save_every=1,
                 learning_rate=1e-2,
             )  # fmt: skip
             if name == "whole":
@@ -116,7 +116,7 @@ def test_plan_json_is_the_plan(runs: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize(
     ("more", "budget"),  # the last is the same budget in other words
-    [(-2_000_000, None), (0, None), (500_000, None), (0, "40000kB")],
+    [(-2_000_000, None), (0, None), (500_000, None), (0, "41000kB")],
 )
 def test_a_process_of_another_size_that_still_fits_executes_the_stored_plan(
     runs: tuple[Path, Path],
@@ -153,7 +153,7 @@ def test_a_run_is_not_resumed_beyond_the_systems_limit(
     on(monkeypatch, limit_bytes=BUDGET + 1_000_000)
     plan, said = resumed(stopped)
     assert plan.limit_bytes == BUDGET + 1_000_000
-    assert "planned anew" not in said and "leaves 1 MB beside the budget of 40 MB" in said
+    assert "planned anew" not in said and "leaves 1 MB beside the budget of 41 MB" in said
     assert adapter(stopped) == adapter(runs[0])
 
 
@@ -196,7 +196,7 @@ def test_another_budget_is_planned_anew_and_said(
     on(monkeypatch)
     before = plan_in(stopped)
     plan, said = resumed(stopped, "39MB")
-    assert "the run is planned anew: the budget is 39 MB, no longer 40 MB" in said
+    assert "the run is planned anew: the budget is 39 MB, no longer 41 MB" in said
     assert plan.budget_bytes == 39_000_000 and plan != before
     assert 'budget = "39MB"' in (stopped / "config.toml").read_text()
     after, said = resumed(stopped)  # the run has that budget now
@@ -210,7 +210,7 @@ def test_a_process_that_has_outgrown_the_plan_is_planned_anew_and_said(
     room = BUDGET - before.predicted_peak_bytes
     on(monkeypatch, process_bytes=LINUX.process_bytes + room + 100_000)
     plan, said = resumed(stopped)
-    assert "the run is planned anew: it would take 40.1 MB of a budget of 40 MB" in said
+    assert "the run is planned anew: it would take 41.1 MB of a budget of 41 MB" in said
     assert "in this process" in said
     assert plan.process_bytes > before.process_bytes
     assert plan.predicted_peak_bytes <= BUDGET
@@ -310,7 +310,7 @@ def test_how_the_heap_behaves_comes_from_a_file_and_the_process_does_not(
     monkeypatch.chdir(tmp_path)
     config = TrainConfig(
         bundle=str(tiny("gemma3").path), data="random:5", output="run", max_seq_length=64,
-        budget="40MB", steps=1, machine="machine.json",
+        budget="41MB", steps=1, machine="machine.json",
     )  # fmt: skip
     start.train(config, Events())
     plan = plan_in(tmp_path / "run")
@@ -387,7 +387,7 @@ def test_a_run_of_another_version_is_refused_before_its_fields(
     assert str(refused.value).endswith(f"or start another run with --adapter {stopped}")
     further = TrainConfig(
         bundle=str(tiny("gemma3").path), data="random:5", adapter=str(stopped),
-        output=str(stopped.parent / "further"), max_seq_length=64, budget="40MB", steps=1,
+        output=str(stopped.parent / "further"), max_seq_length=64, budget="41MB", steps=1,
     )  # fmt: skip
     assert start.train(further, Events()).steps == 1
 
@@ -453,7 +453,7 @@ def test_threads_for_which_the_plan_is_too_large_are_said(
         planned_again(stopped, monkeypatch, before, 64)
     monkeypatch.setattr(Planner, "plan", lambda *wanted: before)
     _, said = planned_again(stopped, monkeypatch, before, 64)
-    assert "planned anew: it would take 5" in said and "budget of 40 MB in this process" in said
+    assert "planned anew: it would take 5" in said and "budget of 41 MB in this process" in said
     assert "64 threads take more memory than the 2 of its plan (OPENBLAS_NUM_THREADS=2 has" in said
 
 
