@@ -82,11 +82,10 @@ def _paths(config: dict[str, Any], outer: _Path = ()) -> Iterator[_Path]:
     Of the settings of each matrix, or of many labels, no single one is at fault.
     """
     for key, value in config.items():
-        if isinstance(value, dict) and len(value) > _MOST_SETTINGS:
+        if key != "model_type":
             yield (*outer, key)
-        elif key != "model_type":
-            yield (*outer, key)
-            yield from _paths(value, (*outer, key)) if isinstance(value, dict) else ()
+            if isinstance(value, dict) and len(value) <= _MOST_SETTINGS:
+                yield from _paths(value, (*outer, key))
 
 
 def _outcomes(config: dict[str, Any], path: _Path, read: _Read) -> set[str]:

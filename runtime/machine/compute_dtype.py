@@ -109,7 +109,8 @@ def _grow(code: Code, job: Pointer, own: Pointer, *, inner: int) -> None:
     a = fields(job, ("times", "y"), ("y",))
     multiply, number = (fma, "float") if inner == 1 else (dot_of_pairs, "i32")
     factor = a.y.view(number).load()
-    sums = [Variable(code.zeros()) for _ in range(SUMS)]
+    # they begin with different values, or LLVM would compute the same sum once
+    sums = [Variable(code.value(float(at), "float", LANES)) for at in range(SUMS)]
     with code.loop(0, a.times, 1, sums):
         for total in sums:
             total.now = multiply(factor, factor, total.now)

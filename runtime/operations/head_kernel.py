@@ -75,7 +75,8 @@ class _Lane:
     ) -> None:
         """Add the logits of a chunk, some rows of the vocabulary.
 
-        They lie in the memory that the last call has left in the list, if one is given.
+        If a list is given, they lie in the array that the call before has left there, and are left
+        there for the next.
         """
         start, shape = rows.start, (len(self.targets), rows.stop - rows.start)
         to = memory.pop() if memory else None
