@@ -176,7 +176,7 @@ class CompiledProducts(Products):
 def address(array: Floats) -> int:
     """Where an array's values lie in memory, which compiled code is given."""
     assert array.dtype == np.float32, "other values would be read past their end"
-    return int(array.__array_interface__["data"][0])
+    return int(array.ctypes.data)
 
 
 def _blocks(tokens: int, columns: int, depth: int, threads: int) -> tuple[int, int]:

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,9 +41,6 @@ CUDA_BYTES = 650_000_000
 # MLX may always run ahead by this share of what a plan has in use, or by these bytes if they are
 # more: waiting for memory takes time, and in small models more than the operations themselves
 AHEAD, LEAST_AHEAD_BYTES = 0.01, 100_000
-# Strings that fill Python's table of interned ones, which has 21,845 places and half of them in use
-# or more. It grows to 43,690 places then, from 0.4 to 1.0 MB.
-INTERNED = 11_000
 _planned = [0]  # the bytes that `limit_memory` was last told
 
 REFERENCE = "reference"  # the BLAS in MLX's wheel for Linux
@@ -173,7 +169,6 @@ def this_machine(device: str, arithmetic: str, compute_dtype: str = "float32") -
     elif sys.platform == "linux":
         allocator = "glibc"
     dtype = choose(compute_dtype, device, packed)
-    _grow_table_of_strings()
     gc.collect()
     trim_heap()
     return Machine(
@@ -187,17 +182,6 @@ def this_machine(device: str, arithmetic: str, compute_dtype: str = "float32") -
         compute_reason=dtype.reason,
         llvm=device == "cpu" and not packed and not machine_code.lacking(),
     )
-
-
-@cache
-def _grow_table_of_strings() -> None:
-    """Have Python's table of interned strings grow now, rather than in the middle of a step.
-
-    It is moved when it is full, also of strings that are gone. A step would move it to a place
-    between hidden states, where it stays, and one of these would no longer find room.
-    """
-    for number in range(INTERNED):
-        sys.intern(f"ondevice {number}")
 
 
 def _load_gpu() -> int:

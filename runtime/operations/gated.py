@@ -5,6 +5,7 @@ The lowering replaces an elementwise graph by it if the device has a kernel for 
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 from runtime.operations.base import Call, Function
@@ -13,6 +14,10 @@ from runtime.operations.execution import Execution
 CHUNK_VALUES = 32_768  # at once: with fewer the calls of NumPy cost the most
 SCRATCH_BYTES = 2 * CHUNK_VALUES * 4
 PARAMETERS = {"xielu": 4}  # how many numbers activations take besides values
+_GELU = 2 * math.sqrt(2 / math.pi)
+LOGISTIC = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU), "clamped": (1.702, 0.0)}
+"""By activation what z(g) = first * g + second * g**3 takes, where f(g) = g s(z(g)) with the
+logistic function s. There is compiled code for these."""
 
 
 class Gated(Function, frozen=True):
@@ -31,6 +36,10 @@ class Gated(Function, frozen=True):
 
     def read_by_backward(self, adapted: frozenset[str]) -> frozenset[str]:
         return frozenset(self.activations)
+
+    def in_place(self, execution: Execution) -> bool:
+        """Whether f(g) * u is computed in the memory of g: by compiled code, without scratch."""
+        return execution.compiled and self.activation in LOGISTIC
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """A chunk of scratch, and the gradients that are computed but not wanted."""

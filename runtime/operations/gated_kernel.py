@@ -23,13 +23,9 @@ from runtime.arrays.compiled_gates import compile_for, gate, gate_vjp
 from runtime.arrays.values import Gradients, Loras, Values
 from runtime.machine.threads import Team
 from runtime.operations.base import Operation
-from runtime.operations.gated import CHUNK_VALUES, Gated
+from runtime.operations.gated import CHUNK_VALUES, LOGISTIC, Gated
 from runtime.operations.kernel import Kernel, Run
 from runtime.operations.values import is_parameter
-
-_GELU = 2 * math.sqrt(2 / math.pi)
-_LOGISTIC = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU), "clamped": (1.702, 0.0)}
-"""By activation what z(g) = first * g + second * g**3 takes."""
 
 _NORMAL = (
     0.3275911 / math.sqrt(2),
@@ -105,17 +101,12 @@ def gate_vjp_into(
 def prepare(operations: Iterable[Operation]) -> None:
     """Compile what the gates among these operations take."""
     gates = (each for each in operations if isinstance(each, Gated))
-    compile_for(_LOGISTIC[each.activation] for each in gates if each.activation in _LOGISTIC)
-
-
-def is_compiled(curve: Curve) -> bool:
-    """Whether there is compiled code for it."""
-    return isinstance(curve, partial) and curve.func is _logistic
+    compile_for(LOGISTIC[each.activation] for each in gates if each.activation in LOGISTIC)
 
 
 def _in_order(curve: Curve, arrays: Sequence[Any]) -> list[Floats]:
     """The arrays, where compiled code takes such a curve and all lie in order."""
-    if not is_compiled(curve):
+    if not (isinstance(curve, partial) and curve.func is _logistic):
         return []
     views = [view(array) for array in arrays]
     return views if all(each.flags.c_contiguous for each in views) else []
@@ -166,7 +157,7 @@ def _clamped(activation: str, gate: mx.array, up: mx.array) -> tuple[mx.array, m
 
 
 def _plain(activation: str, gate: mx.array, up: mx.array) -> mx.array:
-    first, second = _LOGISTIC[activation]
+    first, second = LOGISTIC[activation]
     return gate * mx.sigmoid(first * gate + second * gate * gate * gate) * up
 
 
@@ -285,7 +276,7 @@ def _power(
 
 
 CURVES: dict[str, Callable[..., None]] = {
-    **{name: partial(_logistic, *factors) for name, factors in _LOGISTIC.items()},
+    **{name: partial(_logistic, *factors) for name, factors in LOGISTIC.items()},
     "gelu": _normal,
     "relu": partial(_power, 1),
     "relu2": partial(_power, 2),

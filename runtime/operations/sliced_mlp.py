@@ -96,9 +96,12 @@ class SlicedMlp(Function, frozen=True):
             observed = tokens * down.columns * F32 if call.observed else 0
 
             def lanes(most: int) -> int:
-                activated = (count * most + 1) * value + SCRATCH_BYTES
+                products, left = count * most * value, most * value
+                activated = products + value + SCRATCH_BYTES
+                if self.gated.in_place(execution):  # then the memory of gate and up stays
+                    activated, left = products, products
                 taken = execution.rounded_bytes(tokens * width)
-                multiplied = max(count * most * value + of_gate, most * value + taken + of_down)
+                multiplied = max(products + of_gate, left + taken + of_down)
                 return most * summed + max(activated, multiplied)
 
             return max(lanes(call.lanes), lanes(1) + observed)

@@ -27,7 +27,7 @@ from runtime.arrays.products import LowRank
 from runtime.arrays.stored import Matrix
 from runtime.arrays.tiles import Input, ReadyTile, RowSum
 from runtime.arrays.values import Gradients, Lora, Loras, Values, accumulate
-from runtime.operations.gated_kernel import Curve, curve_of, gated, gated_vjp, is_compiled
+from runtime.operations.gated_kernel import Curve, curve_of, gated, gated_vjp
 from runtime.operations.kernel import Kernel, Run, Tools
 from runtime.operations.linear import Product
 from runtime.operations.linear_kernel import LoraProducts
@@ -243,7 +243,7 @@ class _Mlp:
     @property
     def in_place(self) -> bool:
         """Whether compiled code computes the activation, and can in the memory of the gate."""
-        return self.matrices.team is not None and is_compiled(self.curve)
+        return self.operation.gated.in_place(self.tools.execution)
 
     @property
     def matrices(self) -> Matrices:

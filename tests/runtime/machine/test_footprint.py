@@ -186,29 +186,3 @@ def test_darwin_s_figures_are_read_from_the_structures_of_the_headers(
     assert abs(found.rss_bytes - before.rss_bytes) < SLACK_BYTES
     assert abs(found.peak_rss_bytes - before.peak_rss_bytes) < SLACK_BYTES
     assert abs(memory.mapped_bytes() - mapped_bytes) < SLACK_BYTES
-
-
-STRINGS = """
-import ctypes, sys
-from runtime.machine.backend import prepare, this_machine
-prepare()
-import ondevice.cli.main, runtime.run.start
-class Info(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in "abcdefghij"]
-libc = ctypes.CDLL(None)
-libc.mallinfo2.restype = Info
-kept = [sys.intern(f"kept {number}") for number in range(int(sys.argv[1]))]
-this_machine("cpu", "auto")
-before = libc.mallinfo2().h
-for number in range(5_000):
-    sys.intern(f"other {number}")
-print(libc.mallinfo2().h - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-@pytest.mark.parametrize("kept", [0, 3_000, 6_000])
-def test_a_run_does_not_move_the_table_of_interned_strings(kept: int) -> None:
-    command = [sys.executable, "-c", STRINGS, str(kept)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(ended.stdout) < 200_000

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from support.bundles import Rng, Tiny
+from support.compiled import require_compiled
 from support.estimators import mezo_of
 from support.layouts import STORED, STORED_IN_TURN, WITH_EXPERTS
 from support.lengths import pairs
@@ -28,7 +30,7 @@ from support.models import (
     model_of,
     rows_of,
 )
-from support.plans import demand_of, peak_model_of, task_of
+from support.plans import LINUX, demand_of, peak_model_of, task_of
 
 from runtime.arrays.values import Loras
 from runtime.bundle.manifest import Manifest
@@ -193,6 +195,24 @@ def test_mezos_forwards_allocate_what_the_plan_says(
             xs = [hidden(rng, model, index) for _ in range(lanes)]
             model.forward_lanes(block, xs, [adapters.loras(block)] * lanes)
     check(found, peaks, most_alive(peaks, lanes))
+
+
+def test_compiled_slices_have_no_array_for_their_activation(tiny: Tiny, rng: Rng) -> None:
+    require_compiled()
+    bundle, lanes = tiny("qwen2", seq_lens=(256,)), 8
+    machine = msgspec.structs.replace(LINUX, llvm=True)
+    tiles = 200_000  # as wide as the MLP
+    sizes = Sizes(tiles, 64, 0, slices=True)
+    peaks = peak_model_of(bundle.manifest, task_of(256, "mezo"), sizes, machine)
+    choice = tiles, 64, peaks.execution.chunk_rows, True
+    model = model_of(bundle, 256, "unpacked", *choice, compiled=True)
+    found = Allocated()
+    with found.watching():
+        xs = [hidden(rng, model) for _ in range(lanes)]
+        model.forward_lanes(model.blocks[1], xs, [{}] * lanes)
+    activation = 256 * peaks.lowered.slice_columns * F32
+    print(found.most, peaks.forward(1, lanes), activation)
+    assert found.most <= peaks.forward(1, lanes) < found.most + 1.5 * activation
 
 
 @pytest.mark.parametrize("gradient", [True, False])
