@@ -158,8 +158,12 @@ class RowSum:
             term = tile.quantized(given.x, transpose=False)
             term = term if total is None else term + total.astype(mx.float32)
             self.total = term if added is None else added.onto(term)
-        else:
+        elif fade is None:
             self.total = tile.products.multiply(given.factor, tile.values, True, total, added, to)
+        else:  # small terms would be lost one by one beside the sum over a long vocabulary
+            term = tile.products.multiply(given.factor, tile.values, True, None, added, to)
+            self.total = term if total is None else total + term
+            del term
         del total
         if tile.shift is not None:
             self._add_shifts(given.x, tile.shift, fade)

@@ -29,7 +29,7 @@ class Head(Logits, frozen=True):
         return Logits(self.inputs, self.matrix, self.bias, self.cap)
 
     def working_bytes(self, call: Call, execution: Execution) -> int:
-        """The hidden states of all lanes with their gradients, and a chunk of the vocabulary.
+        """The hidden states of all lanes with the current one's gradient, and a vocabulary chunk.
 
         `call.backward` says whether the gradient of the hidden states is computed.
         """
@@ -37,7 +37,7 @@ class Head(Logits, frozen=True):
         if execution.one_evaluation:
             return self._evaluated_bytes(h, call, execution)
         matrix = execution.tables.matrices[self.matrix]
-        gradient = h if call.backward else 0
+        gradient = 2 * h if call.backward else 0  # the sum, and the current chunk's
         # h, also as it is multiplied, and the rows of the targets
         waiting = call.lanes * (2 * h + execution.rounded_bytes(h // F32))
         values = execution.chunk_rows * matrix.columns

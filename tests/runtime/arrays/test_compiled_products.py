@@ -24,6 +24,7 @@ from runtime.arrays.compiled_products import CompiledProducts, MapTile, address
 from runtime.arrays.dequantize import dense
 from runtime.arrays.product_text import NARROW, WIDE, Registers, rounding_text, text_of
 from runtime.arrays.products import LowRank
+from runtime.arrays.tiles import Input, ReadyTile, RowSum
 from runtime.engine.model import Model
 from runtime.machine import compute_dtype, machine_code
 from runtime.machine.compiling_process import image
@@ -147,6 +148,23 @@ def test_long_sums_are_added_in_parts(
     x = np.where(np.arange(matrix.rows) == 0, 1, rest).astype(np.float32)
     y = CompiledProducts(CpuArrays(), 1).multiply(mx.array(x), tile, True, None)
     assert np.array(y)[0, 0] == pytest.approx((x.astype(np.float64) @ w)[0, 0], rel=CLOSE)
+
+
+def test_the_chunks_of_a_vocabulary_have_sums_of_their_own(rng: Rng) -> None:
+    """Of parts of a chunk one after the other, each would be lost beside the sum so far."""
+    require_compiled()
+    bits, size, layout = SETTINGS[0]
+    weights = RandomMatrix(rng, bits, layout, size, _scales(0), most=30_001, least=30_000)
+    matrix, arrays, products = weights.matrix, CpuArrays(), CompiledProducts(CpuArrays(), 1)
+    w = np.array(dense(weights.tile(0, matrix.rows, False), bits, arrays)).astype(np.float64)
+    rest = np.sign(w[:, :1]).T * 2.0**-31.5  # 128 of them are less than a rounding
+    x = np.where(np.arange(matrix.rows) == 0, 1, rest).astype(np.float32)
+    total = RowSum(arrays)
+    for start in range(0, matrix.rows, 2_000):
+        values = weights.mapped(matrix, start, start + 2_000, False)
+        tile = ReadyTile(matrix, products, None, MapTile(matrix, values), None)
+        total.add(Input.of(mx.array(x[:, start : start + 2_000]), products), tile, mx.ones((1, 1)))
+    assert np.array(total.result())[0, 0] == pytest.approx((x.astype(np.float64) @ w)[0, 0], 1e-6)
 
 
 def test_a_session_compiles_all_that_a_step_takes(
