@@ -230,7 +230,7 @@ def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
         if key not in known:
             from runtime.config.suggestions import unknown_key  # training need not hold its tables
 
-            problems.append(unknown_key(key, tuple(known)))
+            problems.append(unknown_key(key, tuple(known), _command(cls)))
             continue
         values[key] = value
         if isinstance(value, str) and key in overrides:
@@ -252,9 +252,13 @@ def to_toml(config: Config) -> str:
 def refuse(cls: type[Config], problems: list[str]) -> None:
     """Raise one UsageError that lists `problems`, if there are any."""
     if problems:
-        command = f"ondevice {cls.__name__.removesuffix('Config').lower()}"
-        who = "the run" if cls.is_of_a_run else command
+        who = "the run" if cls.is_of_a_run else _command(cls)
         raise UsageError("\n  ".join([f"{who} cannot run with these settings:", *problems]))
+
+
+def _command(cls: type[Config]) -> str:
+    """The command of which a class holds the options, as it is typed."""
+    return f"ondevice {cls.__name__.removesuffix('Config').lower()}"
 
 
 class FieldType(NamedTuple):
