@@ -146,6 +146,7 @@ def _parts(config: DataConfig, scratch: Path) -> list[tuple[str, Path, Reading]]
     files = [(name, file) for name, file in split_files.items() if file is not None]
     if not files:
         raise no_split(path, "train, valid or test")
-    whole = reading_of(config)
-    reading = msgspec.structs.replace(reading, beside=beside_splits(path))
-    return [(name, file, whole if name == "test" else reading) for name, file in files]
+    readings = {name: reading_of(config) if name == "test" else reading for name, _ in files}
+    first = files[0][0]  # of a folder is said once what nobody reads
+    readings[first] = msgspec.structs.replace(readings[first], beside=beside_splits(path))
+    return [(name, file, readings[name]) for name, file in files]

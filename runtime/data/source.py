@@ -149,7 +149,7 @@ def prepare_tokens(
     file = split_file(data, split)
     if file is None:
         raise no_split(Path(data), split)
-    if file != Path(data) and split == "train":
+    if file != Path(data) and split == part == "train":  # said once of a folder
         reading = msgspec.structs.replace(reading, beside=beside_splits(file.parent))
     function, task = "runtime.data.tokenizing.tokenize", f"tokenizing {file}"
     limits = Limits.of_data(file.stat().st_size)
