@@ -193,8 +193,8 @@ def output_option(default: Any, text: str, metavar: str) -> Any:
 class Config:
     """Base of configurations; creating one with a value that is not allowed raises UsageError.
 
-    A `Path` is stored as text, a list as a tuple, a whole number as float if need be, and NumPy's
-    numbers as Python's.
+    A `Path` is stored as text, a list as a tuple, a whole number as float if need be, and the
+    scalars of other libraries as Python's.
     """
 
     positional: ClassVar[str] = "bundle"  # the field that is given without a flag
@@ -317,11 +317,13 @@ def type_of(setting: Field[Any]) -> FieldType:
 
 
 def _plain(value: Any) -> Any:
-    """A path as text, and a number of another library as Python's; others as they are."""
+    """A path as text, and a scalar of another library as Python's; others as they are."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, list | tuple):
         return type(value)(map(_plain, value))
+    if getattr(value, "shape", None) == ():  # of NumPy, MLX or torch, whose truth is no number
+        value = value.item()
     if isinstance(value, bool | int | float):
         return value
     if isinstance(value, Integral):
