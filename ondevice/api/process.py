@@ -6,17 +6,21 @@ import threading
 import warnings
 
 from runtime.core.errors import UsageError
-from runtime.core.notes import Note, warned_of
+from runtime.core.notes import Note, Said, warned_of
 
 
 def hearing(on_note: Note | None) -> Note:
-    """The receiver of a call's notes, which go to the caller's `on_note`.
+    """The receiver of a call's notes, which go to the caller's `on_note`, each warning once.
 
     Warnings also become Python's own (`RuntimeWarning`), so that they are seen where nobody reads
     notes.
     """
 
+    said = Said()
+
     def note(text: str) -> None:
+        if not said.is_news(text):
+            return
         if warned := warned_of(text):
             warnings.warn(warned, RuntimeWarning, stacklevel=2)
         if on_note is not None:

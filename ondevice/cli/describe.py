@@ -180,9 +180,21 @@ def describe_fit(plan: dict[str, Any]) -> str:
     """One sentence on a plan: that it fits, its peak, and the smallest budget."""
     return (
         f"fits the budget of {format_bytes(plan['budget_bytes'])}: the expected peak is "
-        f"{format_bytes(plan['predicted_peak_bytes'])}, the smallest budget that fits is "
-        f"{format_bytes(plan['minimum_bytes'], up=True)}"
+        f"{format_bytes(plan['predicted_peak_bytes'])}, {_free()} of a budget stays free, and the "
+        f"smallest budget that fits is {_smallest(plan)}"
     )
+
+
+def _free() -> str:
+    """The share of a budget that no predicted peak may take."""
+    from runtime.plan.planner import MARGIN
+
+    return f"{1 - MARGIN:.0%}"
+
+
+def _smallest(plan: dict[str, Any]) -> str:
+    """The smallest budget that fits, of which the plan's own can be one."""
+    return format_bytes(min(plan["minimum_bytes"], plan["budget_bytes"]), up=True)
 
 
 def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
@@ -215,7 +227,7 @@ def describe_plan(plan: dict[str, Any], per_block: bool = False) -> str:
         rows.append(("memory limit of this process (container)", plan["limit_bytes"]))
     table = [(part, format_bytes(size)) for part, size in rows]
     table += [
-        ("smallest budget that fits", format_bytes(plan["minimum_bytes"], up=True)),
+        (f"smallest budget that fits, with {_free()} free", _smallest(plan)),
         ("scratch files on disk", format_bytes(plan["scratch_disk_bytes"])),
     ]
     lines = [

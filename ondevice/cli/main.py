@@ -7,7 +7,7 @@ from functools import partial
 
 from ondevice.cli.commands import COMMANDS
 from ondevice.cli.outcome import outcome_of
-from ondevice.cli.parser import long_flags, whole_parser
+from ondevice.cli.parser import check_sizes, long_flags, whole_parser
 from runtime.core.errors import UsageError
 from runtime.parallel.launch import launched
 from runtime.parallel.watch import watch_end
@@ -25,6 +25,7 @@ def _run(words: list[str]) -> None:
         parser.print_help()
         sys.exit(UsageError.exit_code)
     _check_command(words[0])
+    check_sizes(words)
     arguments, unknown = parser.parse_known_args(words)
     if unknown or "handler" not in arguments:  # options without a command have none
         from runtime.config.suggestions import not_known  # training need not hold its tables

@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import TextIO
 
-from ondevice.cli.screen import note
+from ondevice.cli.screen import note, said
 from runtime.core import signals
 from runtime.core.errors import (
     BudgetError,
@@ -36,6 +36,7 @@ def outcome_of(command: Callable[[], None]) -> int:
     """
     _open_missing()
     _take_all_text()
+    said.forget()
     arrived: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from typing import Any, NoReturn
 
 from ondevice.cli.commands import COMMANDS, Command, CommandGroup
 from runtime.config.arguments import Once, add_arguments, path, usage
-from runtime.config.base import Group
+from runtime.config.base import SIZE, Group, flag, is_size
 from runtime.core.errors import UsageError
 from runtime.core.version import __version__
 
@@ -85,6 +86,24 @@ def long_flags(parser: argparse.ArgumentParser) -> list[str]:
     return [
         name for action in parser._actions for name in action.option_strings if name[:2] == "--"
     ]
+
+
+def check_sizes(words: list[str]) -> None:
+    """Raise UsageError for a size in two words, whose unit would be taken for a bundle."""
+    sizes = {
+        flag(setting.name)
+        for command in COMMANDS
+        if command.name == words[0]
+        for setting in fields(command.config)
+        if setting.metadata["check"] is SIZE
+    }
+    words = [part for word in words for part in word.split("=", 1)]
+    for name, number, unit in zip(words, words[1:], words[2:], strict=False):
+        is_name = not unit.isalpha() or unit in "bB"  # a name, rather
+        if name in sizes and not is_name and is_size(number + unit) and not is_size(number):
+            raise UsageError(
+                f"{name} {number} {unit}: a size is one word, such as {name} {number}{unit}"
+            )
 
 
 def _groups() -> str:

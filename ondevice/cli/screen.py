@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from runtime.core.control_characters import COLUMNS, shown
+from runtime.core.notes import Said
 from runtime.core.signals import surviving_hangup
 
 REDRAWN_S = 0.05  # a line of progress is drawn again no sooner
@@ -26,6 +27,9 @@ class _Progress:
 
     text = ""
     drawn_at: float | None = None
+
+
+said = Said()
 
 
 def out(text: str = "", end: str = "\n", *, is_data: bool = False, coloured: bool = False) -> None:
@@ -41,7 +45,9 @@ def out(text: str = "", end: str = "\n", *, is_data: bool = False, coloured: boo
 
 @surviving_hangup()
 def note(text: str, end: str = "\n") -> None:
-    """Print a line on stderr, above the line of progress."""
+    """Print a line on stderr, above the line of progress; of equal warnings the first alone."""
+    if not said.is_news(text):
+        return
     _clear()
     sys.stderr.write(shown(text, sys.stderr) + end)
     sys.stderr.flush()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any
 
 from runtime.adapters.lora import LoraSettings
@@ -58,6 +59,8 @@ _OTHER_TENSORS = {
     "lora_B.bias": _MEANING["lora_bias"],
     "modules_to_save": _MEANING["modules_to_save"],
 }
+_COMPARED = re.compile(r"\^?(?:[\w.-]|\\[.dw])+\$?")  # keys of patterns without repetition
+_MOST_PATTERNS = 4096  # more than any model has modules
 # initializations that leave the base model as it is; others subtract from its weights
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
@@ -188,7 +191,6 @@ def stated_in(config: dict[str, Any]) -> dict[str, Any]:
         if key not in _NO_MATTER and not _is_plain(key, value):
             meaning = f", which means {_MEANING[key]}" if key in _MEANING else ""
             raise UnsupportedError(f"its {key} is {value!r:.80}{meaning}; this is not supported")
-    _check_patterns(config)
     return {
         "rank": config["r"],
         "alpha": number(config["lora_alpha"], "lora_alpha"),
@@ -212,20 +214,56 @@ def layers_in(config: dict[str, Any]) -> set[int] | None:
     return set(numbers)
 
 
-def _check_patterns(config: dict[str, Any]) -> None:
-    """Raise UnsupportedError where modules have another scale; their ranks the tensors show."""
-    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+def check_patterns(config: dict[str, Any], stored: Iterable[str]) -> None:
+    """Raise UnsupportedError where a configuration gives an adapted module another scale.
+
+    `stored` are the names of the tensors, whose shapes show the ranks.
+    """
+    ranks, alphas = (_patterns(config, name) for name in ("rank_pattern", "alpha_pattern"))
     rank, alpha = config["r"], number(config["lora_alpha"], "lora_alpha")
-    for module in {**ranks, **alphas}:
-        given = number(ranks.get(module, rank), module), number(alphas.get(module, alpha), module)
-        times = given[0] / rank
-        if not math.isclose(
-            given[1], alpha * (math.sqrt(times) if config.get("use_rslora") else times)
-        ):
-            raise UnsupportedError(
-                f"its rank_pattern and alpha_pattern say rank {given[0]:g} and alpha {given[1]:g} "
-                f"of {module!r:.80}: alphas that differ, and other scales; only one is supported"
-            )
+    matches = (_STORED.fullmatch(unwrapped(name)) for name in stored if ranks or alphas)
+    for module in sorted({match["module"] for match in matches if match}):
+        for r, a in product(_given(ranks, module, rank), _given(alphas, module, alpha)):
+            times = r / rank
+            if not math.isclose(
+                a, alpha * (math.sqrt(times) if config.get("use_rslora") else times)
+            ):
+                raise UnsupportedError(
+                    f"its rank_pattern and alpha_pattern say rank {r:g} and alpha {a:g} of "
+                    f"{module!r:.80}: alphas that differ, and other scales; only one is supported"
+                )
+
+
+_Patterns = list[tuple[re.Pattern[str] | None, float]]
+
+
+def _patterns(config: dict[str, Any], name: str) -> _Patterns:
+    """The expressions for ends of modules' names that PEFT makes of a setting's keys, and values.
+
+    One that repeats a part could take forever to compare, and is None. Raises ValueError for
+    values that are no numbers, and for too many.
+    """
+    keys = config.get(name) or {}
+    if len(keys) > _MOST_PATTERNS:
+        raise ValueError(f"{name} has {len(keys)} keys, more than {_MOST_PATTERNS}")
+    return [
+        (
+            re.compile(rf"(?:.*\.)?(?:{key})$") if _COMPARED.fullmatch(key) else None,
+            number(value, key),
+        )
+        for key, value in keys.items()
+    ]
+
+
+def _given(patterns: _Patterns, module: str, usual: float) -> list[float]:
+    """The values that a module may have: of the first key that matches, and those not compared."""
+    values = []
+    for pattern, value in patterns:
+        if pattern is None or pattern.match(module):
+            values.append(value)
+        if pattern is not None and pattern.match(module):
+            return values
+    return [*values, usual]
 
 
 def _is_plain(key: str, value: Any) -> bool:

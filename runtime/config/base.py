@@ -193,8 +193,8 @@ def output_option(default: Any, text: str, metavar: str) -> Any:
 class Config:
     """Base of configurations; creating one with a value that is not allowed raises UsageError.
 
-    A `Path` is stored as text, a list as a tuple, a whole number as float if need be, and NumPy's
-    numbers as Python's.
+    A `Path` is stored as text, a list as a tuple, a whole number as float if need be, and the
+    scalars of other libraries as Python's.
     """
 
     positional: ClassVar[str] = "bundle"  # the field that is given without a flag
@@ -230,7 +230,7 @@ def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
         if key not in known:
             from runtime.config.suggestions import unknown_key  # training need not hold its tables
 
-            problems.append(unknown_key(key, tuple(known)))
+            problems.append(unknown_key(key, tuple(known), _command(cls)))
             continue
         values[key] = value
         if isinstance(value, str) and key in overrides:
@@ -252,9 +252,13 @@ def to_toml(config: Config) -> str:
 def refuse(cls: type[Config], problems: list[str]) -> None:
     """Raise one UsageError that lists `problems`, if there are any."""
     if problems:
-        command = f"ondevice {cls.__name__.removesuffix('Config').lower()}"
-        who = "the run" if cls.is_of_a_run else command
+        who = "the run" if cls.is_of_a_run else _command(cls)
         raise UsageError("\n  ".join([f"{who} cannot run with these settings:", *problems]))
+
+
+def _command(cls: type[Config]) -> str:
+    """The command of which a class holds the options, as it is typed."""
+    return f"ondevice {cls.__name__.removesuffix('Config').lower()}"
 
 
 class FieldType(NamedTuple):
@@ -313,11 +317,13 @@ def type_of(setting: Field[Any]) -> FieldType:
 
 
 def _plain(value: Any) -> Any:
-    """A path as text, and a number of another library as Python's; others as they are."""
+    """A path as text, and a scalar of another library as Python's; others as they are."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, list | tuple):
         return type(value)(map(_plain, value))
+    if getattr(value, "shape", None) == ():  # of NumPy, MLX or torch, whose truth is no number
+        value = value.item()
     if isinstance(value, bool | int | float):
         return value
     if isinstance(value, Integral):

@@ -17,7 +17,8 @@ _COMMANDS = {  # ours: those of other tools
     "--help": "help",
     "--version": "version",
 }
-_FLAGS = {  # the same for flags: of two meanings, the first that a command has counts
+_FLAGS = {  # the same for flags, some of one command: of two meanings, the first that it has counts
+    "ondevice train --output": "--adapter-path",
     "--adapter": (
         "--adapter-path --adapter-file --adapters --lora --peft-model --resume-adapter-file "
         "--adapter-name-or-path --lora-path --lora-model"
@@ -34,10 +35,10 @@ _FLAGS = {  # the same for flags: of two meanings, the first that a command has 
     ),
     "--optimizer": "--optim",
     "--max-grad-norm": "--max-gradient-norm --gradient-clipping",
-    "--lora-rank": "--lora-r --rank",
+    "--lora-rank": "--lora-r --rank --r",
     "--lora-alpha": "--alpha",
     "--lora-targets": "--target-modules --lora-target-modules --lora-target --lora-keys --keys",
-    "--lora-layers": "--num-layers --lora-num-layers --layers-to-transform",
+    "--lora-layers": "--num-layers --lora-num-layers",
     "--rslora": "--use-rslora",
     "--lora-dropout": "--dropout",
     "--trainable": "--fine-tune-type --finetuning-type --prefix-tuning --peft-type",
@@ -46,15 +47,17 @@ _FLAGS = {  # the same for flags: of two meanings, the first that a command has 
     "--epsilon": "--zo-eps",
     "--max-seq-length": (
         "--max-length --max-seq-len --block-size --cutoff-len --ctx-size --sequence-len "
-        "--model-max-length"
+        "--sequence-length --model-max-length"
     ),
     "--max-tokens": "--max-length --max-new-tokens --n-predict -n",
     "--pack": "--packing --sample-packing",
-    "--data": "--train-file --train-data --dataset --datasets --dataset-name --hf-dataset",
+    "--data": (
+        "--train-file --train-data --dataset --datasets --dataset-name --hf-dataset --data-path"
+    ),
     "--eval-data": "--validation-file --valid-data --valid-file --eval-dataset --test-file",
     "--valid-split": "--val-set-size --val-size --validation-split --eval-split --test-size",
     "--eval-every": "--eval-steps --steps-per-eval --evals-per-epoch",
-    "--eval-rows": "--val-batches --test-batches --max-eval-samples",
+    "--eval-rows": "--val-batches --test-batches --max-eval-samples --limit --num-samples",
     "--save-every": "--save-steps",
     "--keep": "--save-total-limit",
     "--keep-best": "--load-best-model-at-end",
@@ -67,7 +70,9 @@ _FLAGS = {  # the same for flags: of two meanings, the first that a command has 
     "--columns": "--dataset-text-field --prompt-feature --text-feature",
     "--loss-on": "--assistant-only-loss --completion-only-loss --train-on-inputs",
     "--dtype": "--outtype --de-quantize --dequantize --torch-dtype",
-    "--bits": "--q-bits --outtype --quantization-bit --quantization",
+    "--bits": (
+        "--q-bits --outtype --quantization-bit --quantization --dtype --torch-dtype --dequantize -d"
+    ),
     "--group-size": "--q-group-size",
     "--temperature": "--temp",
     "--chat": "--conversation --apply-chat-template -cnv",
@@ -108,7 +113,7 @@ FLAGS_ELSEWHERE = {
     theirs: tuple(ours for ours, names in _FLAGS.items() if theirs in names.split())
     for theirs in " ".join(_FLAGS.values()).split()
 }
-"""Our flags for each of another tool: the first that a command has is meant."""
+"""Our flags for each of another tool, some behind their command: the first that it has is meant."""
 
 VALUES_ELSEWHERE = {
     flag: {their: ours for ours, names in values.items() for their in names.split()}
@@ -133,32 +138,46 @@ _NO_PAIRS = (
 
 _ADVICE = {  # the way to the same end: flags that have no counterpart
     "--dora --use-dora": _DORA,
-    "--use-adalora --use-ia3 --pissa --galore --vera": _KINDS,
+    "--use-adalora --use-ia3 --pissa --galore --vera --optim-target-modules --target-parameters "
+    "--lora-target-parameters --trainable-token-indices --alora-invocation-tokens --use-qalora "
+    "--qalora-group-size --use-bdlora --arrow-config --kasa-config --velora-config "
+    "--monteclora-config": _KINDS,
     "--scale --lora-scale --lora-scaled": (
         "adapters are scaled by alpha / rank: give --lora-alpha, the scale times --lora-rank"
     ),
+    "--lora-parameters": (
+        "give --lora-rank and --lora-dropout, and as --lora-alpha the scale times the rank"
+    ),
+    "--layers-to-transform": "the last layers get adapters: --lora-layers says how many",
+    "--exclude-modules": "--lora-targets names the layers that get adapters; leave it out",
     "--init-lora-weights --rank-pattern --alpha-pattern --layers-pattern --layer-replication "
-    "--fan-in-fan-out --bias --loraplus-lr-ratio": (
+    "--fan-in-fan-out --bias --lora-bias --loraplus-lr-ratio --loftq-config --eva-config "
+    "--corda-config --lora-ga-config": (
         "all adapters of a run have one rank and alpha, and begin at no change; leave it out"
     ),
     "--beta": _NO_PAIRS,
-    "--adam-beta1 --adam-beta2 --adam-epsilon --betas": (
+    "--adam-beta1 --adam-beta2 --adam-epsilon --betas --optim-args --optimizer-config": (
         "AdamW's betas are 0.9 and 0.999, its epsilon is 1e-8; leave it out"
     ),
-    "--neftune-noise-alpha --label-smoothing-factor --label-smoothing --loss-type": (
+    "--lr-scheduler-kwargs": "--lr-schedule rises in --warmup-steps and falls to 0; leave it out",
+    "--neftune-noise-alpha --label-smoothing-factor --label-smoothing --loss-type "
+    "--router-aux-loss-coef": (
         "the loss is the plain cross entropy, without noise or smoothing; leave it out"
     ),
     "--save-strategy --eval-strategy --evaluation-strategy": (
         "it is counted in steps: --save-every and --eval-every, 0 for never"
     ),
-    "--stage --task-type --do-predict": (
+    "--stage --task-type --lora-task-type --do-predict": (
         "what is trained predicts the next token of its answers (--loss-on); leave it out"
     ),
     "--max-samples --max-train-samples": (
         "give a file with fewer rows, such as: head -n 1000 data.jsonl > fewer.jsonl"
     ),
-    "--group-by-length --shuffle --shuffle-dataset --dataloader-num-workers --dataset-num-proc "
-    "--preprocessing-num-workers --remove-unused-columns --padding-free --packing-strategy "
+    "--dataset-config --dataset-config-name --dataset-split --dataset-train-split "
+    "--dataset-test-split": "the dataset's name ends with them: --data OWNER/NAME:CONFIG:SPLIT",
+    "--group-by-length --shuffle --shuffle-dataset --train-sampling-strategy --length-column-name "
+    "--dataloader-num-workers --dataset-num-proc --preprocessing-num-workers --dataset-streaming "
+    "--remove-unused-columns --padding-free --pad-to-multiple-of --packing-strategy --eval-packing "
     "--dataset-kwargs": (
         "rows are tokenized once, come in an order that --seed decides, and are padded to the "
         "bundle's lengths; leave it out"
@@ -166,10 +185,11 @@ _ADVICE = {  # the way to the same end: flags that have no counterpart
     "--attn-implementation --flash-attn --flash-attention -fa --use-flash-attn": (
         "attention never holds the scores of all tokens, whatever the option; leave it out"
     ),
-    "--use-liger-kernel --liger-kernel --torch-compile": (
+    "--use-liger-kernel --liger-kernel --liger-kernel-config --torch-compile "
+    "--torch-compile-backend --torch-compile-mode": (
         "graphs are traced at export, and logits are never held whole; leave it out"
     ),
-    "--run-name --project-name --logging-dir --model-name": (
+    "--run-name --project-name --project --logging-dir --model-name": (
         "a run is named by its folder (--output); leave it out"
     ),
     "--chat-template --chat-template-path --chat-template-config --template "
@@ -186,22 +206,27 @@ _ADVICE = {  # the way to the same end: flags that have no counterpart
         "a bundle is given without a flag, behind the command; a checkpoint becomes one by: "
         "ondevice export MODEL -o BUNDLE"
     ),
-    "--load-in-4bit --load-in-8bit --quantize --qlora --bits --q-mode --group-size "
-    "--bnb-4bit-quant-type --bnb-4bit-compute-dtype": (
+    "--model-revision": "it is chosen at the download: hf download MODEL --revision REVISION",
+    "--load-in-4bit --load-in-8bit --quantize -q --qlora --bits --q-mode --group-size "
+    "--bnb-4bit-quant-type --bnb-4bit-compute-dtype --bnb-4bit-quant-storage "
+    "--use-bnb-nested-quant": (
         "weights are quantized once: ondevice export MODEL -o BUNDLE --bits 4 (or 8, 16)"
     ),
     "--outtype": "adapters are written in float32; leave it out",
-    "--gradient-checkpointing --grad-checkpoint --activation-offloading --clear-cache-threshold": (
+    "--gradient-checkpointing --gradient-checkpointing-kwargs --activation-checkpointing "
+    "--activation-checkpointing-kwargs --grad-checkpoint --activation-offloading "
+    "--clear-cache-threshold --torch-empty-cache-steps": (
         "activations are recomputed where the budget asks for it (--budget); leave it out"
     ),
-    "--bf16 --fp16 --tf32 --dtype --torch-dtype": (
+    "--bf16 --fp16 --tf32 --bf16-full-eval --fp16-full-eval --dtype --torch-dtype": (
         "sums are computed in float32, whatever the bundle stores; leave it out, or give "
         "--compute-dtype bfloat16 for products of rounded factors, where the processor has them"
     ),
-    "--deepspeed --fsdp --num-processes --ddp": (
+    "--deepspeed --fsdp --fsdp-config --num-processes --ddp --ddp-backend --ddp-timeout "
+    "--local-rank --parallelism-config --accelerator-config": (
         "several processes share a training by mpirun and --parallel data=2; else leave it out"
     ),
-    "--logging-steps --steps-per-report --logging-strategy --disable-tqdm": (
+    "--logging-steps --steps-per-report --logging-strategy --logging-first-step --disable-tqdm": (
         "every ten steps a line is printed, and all are in the run's metrics.jsonl; leave it out"
     ),
     "-ngl --n-gpu-layers --gpu-layers": (
@@ -211,8 +236,11 @@ _ADVICE = {  # the way to the same end: flags that have no counterpart
     "--mlock --no-mmap": "weights are mapped, and read where they are needed; leave it out",
     "--use-temp-file --no-lazy --bigendian --vocab-only --metadata --split-max-tensors --dry-run "
     "--remote": ("the file is written tensor by tensor, within --budget; leave it out"),
-    "--kv-bits --kv-group-size --quantized-kv-start --prompt-cache-file -ctk -ctv --cache-type-k "
-    "--cache-type-v": (
+    "--image": "a bundle holds the language model alone, which reads text; leave it out",
+    "--prefill-step-size": "the budget decides how much of a prompt is read at once; leave it out",
+    "--quantize-activations -qa": "activations are never quantized; leave it out",
+    "--kv-bits --kv-group-size --quantized-kv-start --max-kv-size --prompt-cache-file -ctk -ctv "
+    "--cache-type-k --cache-type-v": (
         "keys and values of earlier tokens are kept in float32, within --budget; leave it out"
     ),
     "--draft-model --num-draft-tokens --model-draft": "one model computes each token; leave it out",
@@ -230,6 +258,10 @@ _ADVICE = {  # the way to the same end: flags that have no counterpart
     ),
     "-i --interactive": "`ondevice chat BUNDLE` reads what you say",
     "--quant-predicate": "--eight-bit and --embedding-bits choose bits by layer",
+    "--tasks --num-shots --num-fewshot --fewshot-as-multiturn": (
+        "`ondevice eval` measures your --data by --task; for public benchmarks write a checkpoint "
+        "with `ondevice fuse`, and give that to them"
+    ),
     "--mask-prompt": "prompts have no loss unless --loss-on all asks for it; leave it out",
     "--per-device-eval-batch-size --eval-batch-size": (
         "held-out rows run together as far as the budget allows; leave it out"
@@ -241,7 +273,7 @@ _ADVICE = {  # the way to the same end: flags that have no counterpart
     "--use-peft": (
         "adapters are what is trained, unless --trainable full says otherwise; leave it out"
     ),
-    "--modules-to-save": (
+    "--modules-to-save --lora-modules-to-save": (
         "adapters alone are trained, or all parameters (--trainable full); leave it out"
     ),
     "--prompt": (
@@ -252,7 +284,8 @@ _ADVICE = {  # the way to the same end: flags that have no counterpart
         "tokens are drawn without penalties for repetition; --temperature, --top-k, --top-p and "
         "--min-p say how evenly"
     ),
-    "--push-to-hub --upload-repo --hub-model-id --hub-token": (
+    "--push-to-hub --upload-repo --hub-model-id --hub-token --hub-private-repo --hub-strategy "
+    "--hub-always-push --hub-revision": (
         "nothing is sent anywhere; the folder that is written can be uploaded"
     ),
     "--trust-remote-code": "code of models never runs; leave it out",

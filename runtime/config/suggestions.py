@@ -15,11 +15,11 @@ from runtime.config.elsewhere import (
 )
 
 
-def alike(word: str, words: Sequence[str]) -> list[str]:
-    """The word that is most like another, if one is."""
+def alike(word: str, words: Sequence[str], least: float = 0.6) -> list[str]:
+    """The word that is most like another, if one is; `least` of their letters are the same."""
     import difflib  # a quarter of a megabyte, which training would have to hold
 
-    return difflib.get_close_matches(word, words, n=1)
+    return difflib.get_close_matches(word, words, n=1, cutoff=least)
 
 
 def no_command(word: str, names: Sequence[str]) -> str:
@@ -39,14 +39,13 @@ def not_known(words: Sequence[str], there: Sequence[str], command: str) -> str:
     values = _values(words)
     near = []
     for flag, value in values.items():
-        meant = next(iter(_named(flag, there)), "")
-        if advice := VALUE_ADVICE.get(meant, {}).get(value.lower()):
-            return f"{flag} {value}: {advice}"
-        advised = [name for name in (flag, *FLAGS_ELSEWHERE.get(flag, ())) if name in ADVICE]
-        if advised and not meant:
-            return f"{flag}: {ADVICE[advised[0]]}"
+        meant, advice = _of_elsewhere(flag, there, command)
+        if ours_advice := VALUE_ADVICE.get(meant, {}).get(value.lower()):
+            return f"{flag} {value}: {ours_advice}"
+        if advice:
+            return f"{flag}: {advice}"
         ours = VALUES_ELSEWHERE.get(meant, {}).get(value.lower())
-        near += [f"{meant} {ours}"] if ours else _meant(flag, there)
+        near += [f"{meant} {ours}"] if ours else _meant(flag, there, command)
     if words and not values and "--prompt" in there:
         return f"unrecognized arguments: {' '.join(words)}; a prompt is given by --prompt TEXT"
     meant = f"did you mean {' or '.join(dict.fromkeys(near))}?"
@@ -77,22 +76,31 @@ def _values(words: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def unknown_key(key: str, there: Sequence[str]) -> str:
+def unknown_key(key: str, there: Sequence[str], command: str) -> str:
     """The message for a key that a configuration does not have; `there` are those that it has."""
-    flag = flag_of(key)
-    if flag in ADVICE:
-        return f"unknown key {key!r}: {ADVICE[flag]}"
-    near = _meant(flag, [flag_of(name) for name in there])
+    flag, flags = flag_of(key), [flag_of(name) for name in there]
+    if advice := _of_elsewhere(flag, flags, command)[1]:
+        return f"unknown key {key!r}: {advice}"
+    near = _meant(flag, flags, command)
     hint = f"; did you mean {near[0].removeprefix('--').replace('-', '_')}?" if near else ""
     return f"unknown key {key!r}{hint}"
 
 
-def _meant(flag: str, there: Sequence[str]) -> list[str]:
-    """The flag that is meant, if any of those that there are is."""
-    return _named(flag, there) or alike(flag, there)
+def _meant(flag: str, there: Sequence[str], command: str) -> list[str]:
+    """The flag that is meant, if any of those that there are is.
+
+    A name that other programs have is no slip of the pen, and is like no other.
+    """
+    meant, _ = _of_elsewhere(flag, there, command)
+    if meant or flag in FLAGS_ELSEWHERE:
+        return [meant] if meant else []
+    return alike(flag, there, least=0.8)
 
 
-def _named(flag: str, there: Sequence[str]) -> list[str]:
-    """The flag that is there under another name, if one is."""
-    named = [flag, *FLAGS_ELSEWHERE.get(flag, ())]
-    return [name for name in named if name in there][:1]
+def _of_elsewhere(flag: str, there: Sequence[str], command: str) -> tuple[str, str]:
+    """Of another program's flag ours, if the command has one; else the way to the same end."""
+    ours = [name.removeprefix(f"{command} ") for name in FLAGS_ELSEWHERE.get(flag, ())]
+    for name in (flag, *ours):
+        if name in there:
+            return name, ""
+    return "", next((ADVICE[name] for name in (flag, *ours) if name in ADVICE), "")

@@ -30,3 +30,22 @@ def warning(text: str) -> str:
 def warned_of(note: str) -> str:
     """The text of a warning; empty if the note is none."""
     return note.removeprefix(_WARNING) if note.startswith(_WARNING) else ""
+
+
+class Said:
+    """The warnings of one command, each of which is said once, however many have cause for it."""
+
+    def __init__(self) -> None:
+        self._warnings: set[str] = set()
+
+    def is_news(self, note: str) -> bool:
+        """Whether a note is to be said: it is no warning, or its first."""
+        if note in self._warnings:
+            return False
+        if warned_of(note):
+            self._warnings.add(note)
+        return True
+
+    def forget(self) -> None:
+        """Begin another command."""
+        self._warnings.clear()

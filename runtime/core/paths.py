@@ -31,8 +31,10 @@ def text_path(path: str | Path) -> Path:
     return Path(path)
 
 
-def output_path(path: str | Path) -> Path:
+def output_path(path: str | Path, other: str = "--output") -> Path:
     """`path` itself, as `text_path`, if something may be written there.
+
+    `other` is the option that is to name another place, for messages.
 
     Raises:
         UsageError: it, or a folder in it, is a link to nothing, or it lies in a bundle, of which
@@ -47,12 +49,12 @@ def output_path(path: str | Path) -> Path:
     if nowhere:
         raise UsageError(
             f"{nowhere[0]} is a link to {nowhere[0].readlink()}, where nothing is; remove the "
-            "link, or choose another --output"
+            f"link, or choose another {other}"
         )
     if bundles:
         raise UsageError(
             f"{path} lies in the bundle {bundles[0]}, into which nothing else is written; choose "
-            "another --output"
+            f"another {other}"
         )
     return path
 

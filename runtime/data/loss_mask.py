@@ -258,12 +258,8 @@ def _tokens(marked: MarkedText, encoder: TextEncoder) -> tuple[list[int], bytes]
     """
     text = marked.text
     tokens, places = encoder.encode_places(text)
-    cuts = [
-        start
-        for start, _ in marked.spans
-        if 0 < start < len(text) and not _begins(tokens, encoder.encode(text[:start]))
-    ]
-    if cuts:
+    starts = [start for start, _ in marked.spans if 0 < start < len(text)]
+    if cuts := crossed(text, starts, tokens, places, encoder):
         tokens, places = [], []
         for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
             piece_tokens, their = encoder.encode_places(text[start:stop])
@@ -281,5 +277,31 @@ def _tokens(marked: MarkedText, encoder: TextEncoder) -> tuple[list[int], bytes]
     return tokens, bytes(scored)
 
 
-def _begins(tokens: list[int], first: list[int]) -> bool:
-    return tokens[: len(first)] == first
+def crossed(
+    text: str,
+    starts: Sequence[int],
+    tokens: Sequence[int],
+    places: Sequence[Span],
+    encoder: TextEncoder,
+) -> list[int]:
+    """The starts, which are in order, before which a text alone has other tokens than the whole.
+
+    Only the text from the last border before a start is tokenized again: where a border lies, and
+    what tokens there are before it, follows from the text up to its end.
+    """
+    cuts = []
+    begin = first = at = 0  # the last border's character and token, and the token after it
+    for start in starts:
+        while at < len(tokens) and places[at][1] <= start:
+            if tokens[at] in encoder.borders and _is_written(text, places[at], tokens[at], encoder):
+                begin, first = places[at][0], at
+            at += 1
+        alone = encoder.encode(text[begin:start])
+        if list(tokens[first : first + len(alone)]) != alone:
+            cuts.append(start)
+    return cuts
+
+
+def _is_written(text: str, place: Span, token: int, encoder: TextEncoder) -> bool:
+    """Whether a token stands there as it is named; the vocabulary may give its number otherwise."""
+    return text[slice(*place)].strip() == encoder.name_of(token)

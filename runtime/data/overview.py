@@ -26,7 +26,7 @@ from runtime.data.report import DataReport
 from runtime.data.rows import Lengths
 from runtime.data.source import (
     Reading,
-    beside_splits,
+    beside,
     bucket_holding,
     bucket_to_pack,
     no_split,
@@ -146,6 +146,9 @@ def _parts(config: DataConfig, scratch: Path) -> list[tuple[str, Path, Reading]]
     files = [(name, file) for name, file in split_files.items() if file is not None]
     if not files:
         raise no_split(path, "train, valid or test")
-    whole = reading_of(config)
-    reading = msgspec.structs.replace(reading, beside=beside_splits(path))
-    return [(name, file, whole if name == "test" else reading) for name, file in files]
+    others = {name: () if split and name == VALID else beside(path, name) for name, _ in files}
+    readings = {name: reading_of(config) if name == "test" else reading for name, _ in files}
+    return [
+        (name, file, msgspec.structs.replace(readings[name], beside=others[name]))
+        for name, file in files
+    ]

@@ -34,7 +34,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
     loss_on: see `DataOptions`. columns: our name of a field, and theirs. valid_share: the share of
     the rows that is held out of "train" and is all that "valid" has; 0 for no such split. beside:
-    names of files of data that are no split of the folder that is read.
+    names of files of data in the folder that could be meant, too.
     """
 
     loss_on: str = "assistant"
@@ -106,16 +106,22 @@ def _data_files(folder: Path) -> list[Path]:
     ]
 
 
-def beside_splits(folder: Path) -> tuple[str, ...]:
-    """The names of a folder's files of data that are not read as one of its splits."""
-    read = {file for names in NAMES.values() for file in _files_of(folder, names)[:1]}
-    return tuple(
-        file.name
-        for file in _data_files(folder)
-        if file not in read
-        and file.name not in DESCRIBING
-        and file.stem.lower() not in READ_BY_PEOPLE
-    )
+def beside(folder: Path, split: str) -> tuple[str, ...]:
+    """The names of a folder's files of data that could be meant by a split, and are not read.
+
+    These are further ones of the split; for train also those that belong to none.
+    """
+    further = _files_of(folder, NAMES[split])[1:]
+    if split == "train":
+        names = [name for names in NAMES.values() for name in names]
+        further += [
+            file
+            for file in _data_files(folder)
+            if file.stem not in names
+            and file.name not in DESCRIBING
+            and file.stem.lower() not in READ_BY_PEOPLE
+        ]
+    return tuple(sorted(file.name for file in further))
 
 
 def no_split(folder: Path, splits: str) -> DataError:
@@ -149,8 +155,8 @@ def prepare_tokens(
     file = split_file(data, split)
     if file is None:
         raise no_split(Path(data), split)
-    if file != Path(data) and split == "train":
-        reading = msgspec.structs.replace(reading, beside=beside_splits(file.parent))
+    if file != Path(data) and part == "train":  # said once, not of the rows that are held out
+        reading = msgspec.structs.replace(reading, beside=beside(file.parent, split))
     function, task = "runtime.data.tokenizing.tokenize", f"tokenizing {file}"
     limits = Limits.of_data(file.stat().st_size)
     made = bundle_dir, file, max_seq_length, out_file, reading, part, embedded

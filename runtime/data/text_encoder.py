@@ -30,6 +30,8 @@ class TextEncoder:
 
     `encode_places` also gives the range of characters that each token stands for.
     `decode` leaves `special` tokens out, `show` writes them, and `special_text` finds them in text.
+    `borders` are the tokens that are found in a text from left to right before all others, wherever
+    they stand: text before one, and from one on, has the tokens that it has alone.
     `ends` are the tokens that end generation, according to the checkpoint. `size` is how many
     tokens there are, and `name_of` gives each one's name in the vocabulary. `unknown_in` gives
     the characters of a text that have no token, or only the one for unknown text; where words have
@@ -45,6 +47,7 @@ class TextEncoder:
     eos: int | None
     ends: frozenset[int]
     special: frozenset[int]
+    borders: frozenset[int]
     special_text: re.Pattern[str]
     size: int
     name_of: Callable[[int], str]
@@ -100,6 +103,9 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
         eos=ids.get("eos_token"),
         ends=special.ends,
         special=frozenset(number for number, token in added.items() if token.special),
+        borders=frozenset(
+            number for number, token in added.items() if not (token.normalized or token.single_word)
+        ),
         special_text=special_text,
         size=tokenizer.get_vocab_size(),
         name_of=lambda token: str(tokenizer.id_to_token(token)),

@@ -125,6 +125,8 @@ class AdapterFiles:
                 raise ValueError("it holds no settings by name")
             if self.is_peft:
                 stated, layers = peft.stated_in(config), peft.layers_in(config)
+                with self._file() as file:
+                    peft.check_patterns(config, file.keys())
             else:
                 kind, own = config.get(mlx_lm.KIND, "lora"), config.get("ondevice", {})
                 if kind == mlx_lm.PREFIX:
@@ -200,16 +202,19 @@ class AdapterFiles:
         Raises:
             BundleError: the file is damaged, or its tensors are not those of an adapter.
         """
+        with self._file() as file:
+            assert self.manifest is not None, "tensors are read for a model"
+            yield AdapterTensors(self.weights, file, self.manifest, rank)
+
+    def _file(self) -> Any:
+        """The open file of the tensors. Raises BundleError where it cannot be read."""
         try:
             require_file(self.weights)
-            file = safe_open(self.weights, framework="numpy")
+            return safe_open(self.weights, framework="numpy")
         except (OSError, SafetensorError) as problem:
             raise BundleError(
                 f"{self.weights} cannot be read: {problem}; fetch or save it again"
             ) from None
-        with file:
-            assert self.manifest is not None, "tensors are read for a model"
-            yield AdapterTensors(self.weights, file, self.manifest, rank)
 
 
 class AdapterTensors:

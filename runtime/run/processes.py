@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.config.parallel import JOIN, Grid, grid_of, shared_folder
 from runtime.core.errors import OnDeviceError, UsageError, WorkerError
+from runtime.core.paths import output_path
 from runtime.parallel.launch import host_name, launched
 from runtime.parallel.watch import in_time, leave_launcher
 from runtime.parallel.workers import Workers
@@ -30,7 +31,8 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
     shows it, and ends last.
 
     Raises:
-        UsageError: they are not as many as `parallel` says, or differ in versions or options.
+        UsageError: they are not as many as `parallel` says, or differ in versions or options; or
+            the folder that devices are to share is none, or a bundle.
     """
     started = launched()
     if (shared := shared_folder(parallel)) is not None:
@@ -42,7 +44,11 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
             )
         from runtime.parallel.fleet import Fleet  # other runs need not load it
 
-        yield Team(Workers(fleet=Fleet(Path(path))))
+        fleet = Fleet(Path(path))
+        output_path(fleet.path / "messages", "folder")
+        if not fleet.path.is_dir():
+            raise UsageError(f"--parallel {parallel}: there is no such folder; make it first")
+        yield Team(Workers(fleet=fleet))
         return
     grid = grid_of(parallel)
     if started.size == 1:

@@ -273,7 +273,9 @@ def test_warnings_are_python_s() -> None:
     with pytest.warns(RuntimeWarning, match="^hot$"):
         note(warning("hot"))
     note("cold")
-    assert heard == ["ondevice: warning: hot", "cold"]
+    note(warning("hot"))  # said once in a call
+    note("cold")
+    assert heard == ["ondevice: warning: hot", "cold", "cold"]
 
 
 def test_mlx_that_came_first_is_warned_of() -> None:

@@ -10,11 +10,12 @@ from support.bundles import Tiny
 from support.plans import LINUX, MAC, PLENTY, plan_of, task_of
 
 from ondevice.cli.commands import COMMANDS, Command
-from ondevice.cli.describe import describe_matrices, describe_plan, facts_of
+from ondevice.cli.describe import describe_fit, describe_matrices, describe_plan, facts_of
 from ondevice.cli.parser import command_parser
 from runtime.config.base import flag
 from runtime.core.units import format_bytes
 from runtime.machine.machine import Machine
+from runtime.plan.planner import READING_BYTES
 
 
 def test_a_matrix_is_described_as_it_is_stored(tiny: Tiny) -> None:
@@ -46,6 +47,22 @@ def test_a_plan_says_how_weights_are_multiplied(tiny: Tiny, machine: Machine, we
     assert f"tiles: {weights.format(plan.tile_values)}, " in told
     kept = "dequantized" if machine is LINUX else "in memory"
     assert f"weights that stay {kept}: {plan.materialized_layers} layers" in told
+
+
+def test_a_smallest_budget_above_the_peak_is_explained(tiny: Tiny) -> None:
+    """A predicted peak leaves a part of the budget free, and readings of a process differ."""
+    manifest = tiny("qwen2", "bfloat16").manifest
+    smallest = plan_of(manifest, task_of(32), PLENTY, LINUX).minimum_bytes
+    for budget_bytes in (smallest, smallest - READING_BYTES // 2):
+        plan = plan_of(manifest, task_of(32), budget_bytes, LINUX)
+        assert plan.predicted_peak_bytes < plan.minimum_bytes
+        named = format_bytes(budget_bytes, up=True)
+        said = describe_fit(plan.to_json())
+        assert said.endswith(
+            f"5% of a budget stays free, and the smallest budget that fits is {named}"
+        )
+        row = rf"smallest budget that fits, with 5% free +{named}\n"
+        assert re.search(row, describe_plan(plan.to_json()))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

@@ -19,6 +19,7 @@ from ondevice.cli.progress import step_bar, task_bar
 from runtime.core import signals
 from runtime.core.control_characters import escaped
 from runtime.core.errors import DataError
+from runtime.core.notes import warning
 from runtime.run.results import Step
 
 ROW = "a\tb\nc\x1b[2J\x07\r\x9b31m\u202edoc\u2066x\x7f\u2028 \u00e9\u4f60\U0001f469\u200d\U0001f9b0"
@@ -110,6 +111,18 @@ def test_a_bar_stands_where_there_is_room() -> None:
         "[###       ] rows: row 3 of 10"
     )
     assert screen.fitted(["name" * 50], 0.3, 79) == "name" * 19 + "nam"
+
+
+def test_of_equal_warnings_a_command_says_the_first() -> None:
+    def command() -> None:
+        for text in (warning("hot"), "cold", warning("hot"), "cold", warning("wet")):
+            screen.note(text)
+
+    with shown_on() as terminal:
+        for _ in range(2):
+            assert outcome_of(command) == 0
+    once = ["ondevice: warning: hot", "cold", "cold", "ondevice: warning: wet"]
+    assert terminal.lines == [*once, *once, ""]
 
 
 def test_nothing_shares_the_line_of_progress() -> None:

@@ -265,6 +265,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
     config = TrainConfig(bundle="b", data="d", **given)  # type: ignore[arg-type]
     assert [type(getattr(config, name)) for name in given] == [int, float, int]
     assert (config.steps, config.learning_rate, config.seed) == (3, 0.5, 7)
+    assert TrainConfig(bundle="b", data="d", pack=np.bool_(True)).pack is True
+    assert TrainConfig(bundle="b", data="d", prefetch=np.arange(3).any() > 1).prefetch is False
+    with pytest.raises(UsageError, match="steps is True; it must be a whole number"):
+        TrainConfig(bundle="b", data="d", steps=np.bool_(True))
     export = ExportConfig(source="s", output="o", seq_lens=tuple(np.array([16, 32])))
     assert export.seq_lens == (16, 32) and json.dumps(export.seq_lens) == "[16, 32]"
     with pytest.raises(UsageError, match=r"steps is .*3\.0.*; it must be a whole number"):

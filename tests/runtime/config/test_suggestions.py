@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from support.runs import refuses
 
 from ondevice.cli.commands import COMMANDS
 from ondevice.cli.parser import command_parser, long_flags
+from runtime.config.base import flag as flag_of
 from runtime.config.base import load
 from runtime.config.elsewhere import (
     ADVICE,
@@ -17,12 +21,30 @@ from runtime.config.elsewhere import (
     VALUE_ADVICE,
     VALUES_ELSEWHERE,
 )
+from runtime.config.suggestions import not_known
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
 
 # commands and flags of other helpers' tables that some builds do not have
-OURS = {flag for command in COMMANDS for flag in long_flags(command_parser(command))}
+PARSERS = {command.name: command_parser(command) for command in COMMANDS}
+OURS = {flag for parser in PARSERS.values() for flag in long_flags(parser)}
 NAMES = {command.name for command in COMMANDS}
+OF_TRL_AND_PEFT = """
+--activation-offloading --alora-invocation-tokens --arrow-config --assistant-only-loss
+--attn-implementation --bnb-4bit-quant-storage --bnb-4bit-quant-type --chat-template-path
+--completion-only-loss --corda-config --dataset-config --dataset-kwargs --dataset-name
+--dataset-num-proc --dataset-streaming --dataset-test-split --dataset-text-field
+--dataset-train-split --ensure-weight-tying --eos-token --eva-config --eval-packing
+--exclude-modules --ignore-bias-buffers --kasa-config --layer-replication --layers-pattern
+--layers-to-transform --load-in-4bit --load-in-8bit --loftq-config --lora-bias --lora-ga-config
+--lora-modules-to-save --lora-r --lora-target-modules --lora-target-parameters --lora-task-type
+--loss-type --max-length --megatron-config --megatron-core --model-init-kwargs
+--model-name-or-path --model-revision --modules-to-save --monteclora-config --packing
+--packing-strategy --pad-to-multiple-of --pad-token --padding-free --qalora-group-size --r
+--rank-pattern --router-aux-loss-coef --runtime-config --shuffle-dataset --target-modules
+--target-parameters --trainable-token-indices --truncation-mode --use-bdlora
+--use-bnb-nested-quant --use-dora --use-peft --use-qalora --use-rslora --velora-config
+"""
 
 
 @pytest.mark.parametrize(
@@ -44,6 +66,14 @@ NAMES = {command.name for command in COMMANDS}
         ("train b --output-dir=x", "did you mean --output?"),
         ("train b --iters=3 --lr=1", "did you mean --steps or --learning-rate?"),
         ("eval b --adapter-path=x", "did you mean --adapter?"),
+        ("fuse b -o x --adapter-path=x", "did you mean --adapter?"),
+        ("train b --adapter-path x", "did you mean --output?"),  # where mlx_lm.lora writes them
+        ("train b --resume-adapter-file x", "did you mean --adapter?"),
+        ("train b --local-rank 1", "--local-rank: several processes share a training"),
+        ("train b --dataset-config x", "--data OWNER/NAME:CONFIG:SPLIT"),
+        ("generate b --prompt x --max-kv-size 512", "kept in float32, within --budget"),
+        ("export m -o b --dequantize", "did you mean --bits?"),
+        ("eval b --seed 3", "unrecognized arguments: --seed 3; see: ondevice eval --help"),
         ("train b --num-train-epochs 3", "did you mean --epochs?"),
         ("train b --mask-prompt", "--mask-prompt: prompts have no loss unless --loss-on"),
         ("train b --load-in-4bit", "ondevice export MODEL -o BUNDLE --bits 4"),
@@ -77,6 +107,10 @@ NAMES = {command.name for command in COMMANDS}
         ("generate b --repetition-penalty=1", "without penalties for repetition"),
         ("inspect b --iters", "see: ondevice inspect --help"),
         ("train b --budget 300", "did you mean 300MB?"),
+        ("train b --budget 1 GB", "--budget 1 GB: a size is one word, such as --budget 1GB"),
+        ("train --budget 1.5 gib b --data d", "such as --budget 1.5gib"),
+        ("train --budget 300 b --data d", "did you mean 300MB?"),
+        ("plan b --budget=300 MB", "--budget 300 MB: a size is one word, such as --budget 300MB"),
         ("train b --budget=1.5", "did you mean 1.5MB?"),
         ("plan b --budget=500000", "must be a size such as 300MB, 1.5GB or 512MiB"),
         ("lint", "there are export, inspect, slice, plan, data, train"),
@@ -114,11 +148,13 @@ def test_a_number_in_a_file_or_a_call_is_asked_about_too() -> None:
 
 
 def test_keys_of_files_and_calls_are_understood_too() -> None:
-    given = {"bundle": "b", "data": "d", "iters": 3, "num_epochs": 2, "lora_r": 4, "zzz": 1}
+    given = {"bundle": "b", "data": "d", "iters": 3, "adapter_path": "a"}
+    given |= {"num_epochs": 2, "lora_r": 4, "zzz": 1}
     with pytest.raises(UsageError) as problem:
         load(TrainConfig, None, given)
     said = str(problem.value)
     assert "unknown key 'iters'; did you mean steps?" in said
+    assert "unknown key 'adapter_path'; did you mean output?" in said
     assert "unknown key 'lora_r'; did you mean lora_rank?" in said
     assert "unknown key 'num_epochs'; did you mean epochs?" in said
     assert said.endswith("unknown key 'zzz'")
@@ -127,6 +163,9 @@ def test_keys_of_files_and_calls_are_understood_too() -> None:
 def test_the_tables_name_what_is_not_ours() -> None:
     """Where a name of another program becomes one of ours, it leaves the table."""
     assert not set(COMMANDS_ELSEWHERE) & NAMES
+    for names in FLAGS_ELSEWHERE.values():
+        for *words, name in map(str.split, names):
+            assert name in (long_flags(PARSERS[words[1]]) if words else OURS), name
     flags = {flag for flag in FLAGS_ELSEWHERE if flag in OURS}
     for flag in flags:  # another command may have it; then the tables help the others
         assert any(flag not in long_flags(command_parser(command)) for command in COMMANDS)
@@ -147,3 +186,42 @@ def test_the_tables_name_what_is_not_ours() -> None:
         assert all(any(check.allows(read[ours]) for check in checks) for ours in theirs.values())
         others = {*theirs, *VALUE_ADVICE.get(flag, {})}
         assert not [value for value in others if all(check.allows(value) for check in checks)]
+
+
+def _of_package(package: str, name: str) -> str:
+    """The text of a module, which need not be imported for it."""
+    spec = find_spec(package)
+    assert spec is not None and spec.origin is not None
+    return (Path(spec.origin).parent / name).read_text()
+
+
+def test_flags_of_other_programs_never_become_flags_of_another_meaning() -> None:
+    """However much alike their letters are: what is answered is in the tables."""
+    flags_of_mlx_lm = re.compile(r'"(--[a-z][a-z-]+)"')
+    of_commands = {
+        "train": "lora",
+        "generate": "generate",
+        "chat": "chat",
+        "fuse": "fuse",
+        "export": "convert",
+        "eval": "evaluate",
+    }
+    seen = 0
+    for command, (theirs, parser) in {
+        name: (_of_package("mlx_lm", f"{of_commands[name]}.py"), PARSERS[name])
+        for name in of_commands
+    }.items():
+        flags = set(flags_of_mlx_lm.findall(theirs))
+        if command == "train":
+            names = re.findall(
+                r"^    (\w+): ", _of_package("transformers", "training_args.py"), re.M
+            )
+            flags |= {flag_of(name) for name in names} | set(OF_TRL_AND_PEFT.split())
+        ours = long_flags(parser)
+        for word in flags - set(ours):
+            said = not_known([word], ours, f"ondevice {command}")
+            meant = re.findall(r"did you mean (--[a-z-]+)", said)
+            in_tables = [name.split()[-1] for name in FLAGS_ELSEWHERE.get(word, ())]
+            assert not meant or meant[0] in in_tables, said
+            seen += bool(meant)
+    assert seen > 20

@@ -6,15 +6,20 @@ What is expected was written by hand.
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.bundles import Rng
 from support.chat_encoders import CALLED, CLOCK, SYSTEM, TWO, chat_encoder, said, scored_texts
+from support.token_rows import make_tokenizer
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from runtime.data.fields import Conversation
-from runtime.data.loss_mask import row_of
-from runtime.data.text_encoder import TextEncoder
+from runtime.data.loss_mask import crossed, row_of
+from runtime.data.text_encoder import TextEncoder, load_encoder
 
 TEMPLATES = Path(__file__).parents[2] / "support" / "chat_templates"
 SPECIAL = {
@@ -185,3 +190,65 @@ def test_channels_of_harmony(
     """Its last answer ends with another token than the earlier ones."""
     template = (TEMPLATES / "harmony.jinja").read_text()
     assert read(chat_encoder(tmp_path, template, HARMONY), messages) == expected
+
+
+NORMALIZERS = (None, normalizers.NFKC(), normalizers.Lowercase(), normalizers.Prepend("the"))
+SPLITS = (
+    make_tokenizer().pre_tokenizer,
+    pre_tokenizers.ByteLevel(add_prefix_space=True),
+    *(pre_tokenizers.Metaspace(prepend_scheme=each) for each in ("first", "always", "never")),
+)
+FLAGS = ({}, {"lstrip": True}, {"rstrip": True}, {"single_word": True}, {"normalized": True})
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS, ids=str)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_a_text_is_cut_as_if_every_beginning_were_tokenized_whole(
+    tmp_path: Path, rng: Rng, normalizer: Any, split: Any
+) -> None:
+    """Whatever borders do to the text around them, and whichever tokens may be none."""
+    small = json.loads(make_tokenizer().to_str())["model"]
+    vocab = {**small["vocab"], "<0": len(small["vocab"]), "<0>": len(small["vocab"]) + 1}
+    merges = [*map(tuple, small["merges"]), ("<", "0"), ("<0", ">")]  # text may make a border's
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = split
+    names = [f"<{number}>" for number in range(len(FLAGS))] + ["<0><", "\n\n"]
+    tokens = [AddedToken(name, **dict(flags)) for name, flags in zip(names, FLAGS, strict=False)]
+    more = [AddedToken(name, normalized=False) for name in names[len(FLAGS) :]]
+    tokenizer.add_special_tokens([*tokens, *more])
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    encoder = load_encoder(tmp_path)
+    assert {"<0>", "\n\n"} <= {encoder.name_of(token) for token in encoder.borders}
+    assert not {"<3>", "<4>"} & {encoder.name_of(token) for token in encoder.borders}
+    parts = [*names, *names, "the", "th", "e", " ", "  ", "\n", "<", "0>", "\uff1c0>", "T", "a b"]
+    whole = 0
+    for _ in range(40):
+        text = "".join(rng.choice(parts, rng.integers(1, 20)))
+        starts = range(1, len(text))
+        tokens_there, places = encoder.encode_places(text)
+        beginnings = {start: encoder.encode(text[:start]) for start in starts}
+        expected = [
+            start for start, alone in beginnings.items() if tokens_there[: len(alone)] != alone
+        ]
+        assert crossed(text, starts, tokens_there, places, encoder) == expected, text
+        whole += len(starts) - len(expected)
+    assert whole
+
+
+def test_a_long_conversation_is_tokenized_about_once(tmp_path: Path) -> None:
+    template = (TEMPLATES / "chatml.jinja").read_text()
+    encoder = chat_encoder(tmp_path, template, SPECIAL["chatml"])
+    sizes: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        sizes.append(len(text))
+        return encoder.encode(text)
+
+    messages = said(*["how is the weather over there?" * 3, "as yesterday. " * 7] * 40)
+    row = row_of(Conversation(messages), replace(encoder, encode=encode), "assistant")
+    assert sum(row.scored) > 40 * 90
+    assert sum(sizes) < 2 * len(row.tokens)

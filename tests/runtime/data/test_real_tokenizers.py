@@ -17,7 +17,7 @@ from support.chat_encoders import CALLED, CLOCK, SYSTEM, TWO, said
 
 from runtime.data.chat import ChatTemplate
 from runtime.data.fields import Conversation
-from runtime.data.loss_mask import Row, row_of
+from runtime.data.loss_mask import Row, crossed, row_of
 from runtime.data.text_encoder import TextEncoder, load_encoder
 
 TEMPLATES = Path(__file__).parents[2] / "support" / "trl_templates"
@@ -102,6 +102,16 @@ def test_answers_with_their_ends_are_scored_and_nothing_else(real: Real, case: s
         expected[-1] = "<think>\n\n</think>\n\n" + expected[-1]
     assert real.scored_texts(real.row(messages, None)) == expected
     assert real.scored_texts(real.row(messages, None, "last")) == expected[-1:]
+
+
+@pytest.mark.parametrize("case", ["two turns", "spaces and scripts"])
+def test_a_text_is_cut_as_if_every_beginning_were_tokenized_whole(real: Real, case: str) -> None:
+    text = real.encoder.chat().text(CONVERSATIONS[case][0], None)
+    tokens, places = real.encoder.encode_places(text)
+    beginnings = {start: real.encoder.encode(text[:start]) for start in range(1, len(text))}
+    expected = [start for start, alone in beginnings.items() if tokens[: len(alone)] != alone]
+    assert crossed(text, [*beginnings], tokens, places, real.encoder) == expected
+    assert 0 < len(expected) < len(beginnings)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -82,6 +82,15 @@ def test_settings_follow_from_tensors_and_configuration(
     assert lora_of(folder, bundle.manifest) == expected
     for layers in (1, [1], [], None):  # as PEFT takes it
         assert lora_of(configured(folder, layers_to_transform=layers), bundle.manifest) == expected
+    for key in ("v_proj", "embed_tokens", r"layers\.0\.self_attn\.q_proj", "proj", "o(_proj)+"):
+        patterns = {"rank_pattern": {key: 9}, "alpha_pattern": {key: 7}}
+        if "+" in key:  # which is not compared, and changes nothing
+            patterns = {"rank_pattern": {key: 3}, "alpha_pattern": {key: 5}}
+        assert lora_of(configured(folder, **patterns), bundle.manifest) == expected
+    both = {"q_proj": 3, "^model.layers.1.self_attn.q_proj": 9}  # of which PEFT takes the first
+    patterns = {"rank_pattern": both, "alpha_pattern": {"[ab]_proj": 5}}
+    assert lora_of(configured(folder, **patterns), bundle.manifest) == expected
+    configured(folder, rank_pattern={}, alpha_pattern={})
     # the tensors count, and options that are switched off do not
     assert (
         lora_of(configured(folder, target_modules="all-linear", new_option=[]), bundle.manifest)
@@ -100,6 +109,10 @@ def test_settings_follow_from_tensors_and_configuration(
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], which means whole"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": 4}}, "alphas that differ"),
+        ({"alpha_pattern": {"v_proj": 4, r"layers\.1.self_attn.q_proj": 4}}, "alphas that differ"),
+        ({"alpha_pattern": {"(a+)+b": 4}}, "alphas that differ"),  # it may be any module
+        ({"alpha_pattern": {"v_proj": "4"}}, "v_proj is '4', not a number"),
+        ({"rank_pattern": dict.fromkeys(map(str, range(5000)), 3)}, "has 5000 keys"),
         ({"lora_bias": True}, "adapters with a bias"),
         ({"layer_replication": [[0, 2]]}, "replicated"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),

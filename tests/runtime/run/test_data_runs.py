@@ -197,6 +197,18 @@ def test_a_folder_with_validation_rows_is_not_split(bundle: Bundle, tmp_path: Pa
     refuses(2, complaint, *train(bundle, tmp_path / "data", run, "--valid-split=5%"))
 
 
+def test_a_folder_s_other_files_are_named_once(bundle: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train.jsonl", [{"text": each} for each in ("abc", "no", "the")])
+    write(tmp_path / "data" / "more.jsonl", [{"text": "abc"}])
+    said = "also has 'more.jsonl', of which nothing is read"
+    options = ["--valid-split=50%", "--eval-every=1"]
+    done = succeeds(*train(bundle, tmp_path / "data", tmp_path / "run", *options), by=here)
+    assert done.stderr.count(said) == 1
+    shown = ["data", tmp_path / "data", f"--bundle={bundle.path}", "--valid-split=50%"]
+    assert succeeds(*shown, by=here).stdout.count(said) == 1
+
+
 def test_data_are_shown_without_training(bundle: Bundle, tmp_path: Path) -> None:
     long = [{"role": "user", "content": "x" * 50}, TURNS[1]]
     rows = [{"messages": TURNS}, {"messages": TURNS[:3]}, {"messages": long}]
@@ -223,6 +235,9 @@ def test_the_splits_of_a_folder_are_shown(bundle: Bundle, tmp_path: Path) -> Non
     done = succeeds("data", folder, f"--bundle={bundle.path}", by=here)
     names = [line.partition(":")[0] for line in done.stdout.splitlines() if "read (text)" in line]
     assert names == ["train", "valid", "test"]
+    write(folder / "more.jsonl", [{"text": "abc"}])
+    done = succeeds("data", folder, f"--bundle={bundle.path}", by=here)
+    assert done.stdout.count("also has 'more.jsonl', of which nothing is read") == 1
     split = here("data", folder, f"--bundle={bundle.path}", "--valid-split=5%")
     assert split.returncode == 2 and "data without validation rows" in split.stderr
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.bundles import Tiny
+from support.files import listing
 from support.runs import adapter, metrics_of, refuses, train_arguments
 from support.shared import Shared
 
@@ -357,6 +358,21 @@ def test_other_methods_and_options_are_refused(bundle: Path, tiny: Tiny, tmp_pat
     joining = ["train", bundle, f"--parallel=join={tmp_path}"]
     refuses(2, "leave out --data, --method", *joining, "--data", "x", "--method", "mezo")
     refuses(2, "or folder=DIR", *given[:-1], "--parallel=folder=")
+
+
+def test_messages_are_written_into_a_folder_that_is_there_and_no_bundle(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    copied = shutil.copytree(bundle, "bundle")
+    Path("gone").symlink_to("nowhere")
+    given = [*train_arguments(copied, tmp_path / "run", 2), "--method=mezo"]
+    before = listing(tmp_path)
+    refuses(2, "gone is a link to nowhere, where nothing is", *given, "--parallel=folder=gone")
+    refuses(2, "there is no such folder; make it first", *given, "--parallel=folder=none")
+    for place in ("bundle", "bundle/graphs"):
+        refuses(2, f"{place}/messages lies in the bundle", *given, f"--parallel=folder={place}")
+    assert listing(tmp_path) == before
 
 
 @pytest.mark.parametrize("draw_of", range(20))
