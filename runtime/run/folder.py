@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -59,6 +59,7 @@ INITIAL = "initial"
 STATE_OF_METHOD = "method.bin"
 SAVED = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
 SAVED_WEIGHTS = (STATE_OF_METHOD,)  # where all weights are trained, beside the slots
+_When = Annotated[str, msgspec.Meta(pattern=r"\A(before|after|[0-9]{1,19})\Z")]
 CHECKED = (CONFIG, PLAN, EVALUATIONS, OTHER_EVALUATIONS, SPEEDS)  # beside the adapter and tokens
 
 
@@ -319,22 +320,11 @@ class RunFolder:
         Raises:
             BundleError: the file is altered, or one is missing.
         """
-        path, stored = self.path / EVALUATIONS, {}
-        if path.exists():
-            self.check(EVALUATIONS)
-            stored = read_json(path)
-        checked: dict[str, Evaluation] = {}
-        for when, facts in stored.items():
-            if not (when in ("before", "after") or (when.isascii() and when.isdecimal())):
-                raise BundleError(f"{path} is damaged: {when!r:.80} is no step")
-            try:
-                checked[when] = msgspec.convert(facts, Evaluation)
-            except (msgspec.ValidationError, UnicodeError) as problem:
-                raise BundleError(f"{path} is damaged: {when!r}: {problem}") from None
+        checked: dict[str, Evaluation] = self._checked(EVALUATIONS, dict[_When, Evaluation], {})
         if missing := sorted(set(evaluated) - set(checked)):
             raise BundleError(
-                f"{path} lacks the evaluation {missing[0]!r}, which the last save has; put it back "
-                f"as it was, or {another_run(self.path)}"
+                f"{self.path / EVALUATIONS} lacks the evaluation {missing[0]!r}, which the last "
+                f"save has; put it back as it was, or {another_run(self.path)}"
             )
         return {
             when: evaluation
