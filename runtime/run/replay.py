@@ -23,9 +23,9 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.full.run_weights import open_weights, write_trained
 from runtime.methods.full.weights import FullWeights
 from runtime.methods.log import check_belongs, read_log, rebuild
+from runtime.methods.log_header import Header
 from runtime.methods.protocol import TRAJECTORY
 from runtime.methods.zeroth.descent import Update
-from runtime.methods.zeroth.log_header import Header
 from runtime.run.folder import INITIAL, SUMMARY, RunFolder
 from runtime.run.results import best_of
 from runtime.run.session import open_verified
