@@ -31,7 +31,7 @@ from runtime.adapters.mlx_lm import WEIGHTS
 from runtime.config.base import read_values
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, UsageError
-from runtime.core.files import flush_path, read_file, storage_errors, write_atomic
+from runtime.core.files import flush_path, read_file, remove, storage_errors, write_atomic
 from runtime.core.paths import output_path, text_path
 from runtime.core.version import __version__, of_another_version
 from runtime.data.hub import FOLDER
@@ -89,7 +89,7 @@ class RunFolder:
             self._check_free()  # another process may have been faster
             for path in self.path.iterdir():
                 if path.name != LOCK:
-                    _remove(path)
+                    remove(path)
             with storage_errors(self.path):
                 self.saves.folder.mkdir()
             yield
@@ -147,7 +147,7 @@ class RunFolder:
             self.saves.folder.mkdir(exist_ok=True)
             for path in (*self.path.iterdir(), *self.saves.folder.iterdir()):
                 if _half_written(path):
-                    _remove(path)
+                    remove(path)
 
     def write(self, name: str, data: bytes) -> None:
         """Replace one of the run's files, and record its checksum if resuming reads it."""
@@ -438,10 +438,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _half_written(path: Path) -> bool:
     return path.name.startswith(".") and path.name.endswith(".partial")
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _leftover(path: Path) -> bool:
