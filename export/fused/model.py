@@ -26,7 +26,7 @@ from runtime.adapters.fused import adapters_in, digest_of, refuse_held
 from runtime.arrays.stored import Extent, Matrix
 from runtime.bundle.store import TOKENIZER, Bundle
 from runtime.core.errors import BundleError
-from runtime.core.files import read_file, reading_errors
+from runtime.core.files import read_file, read_into, reading_errors
 
 _WEIGHT = ".weight"
 
@@ -173,15 +173,10 @@ class FusedCheckpoint(Checkpoint):
     def _read(self, extent: Extent, start: int, stop: int) -> npt.NDArray[Any]:
         """Rows of a tensor in its stored type."""
         row = extent.nbytes // extent.shape[0]
-        count, offset = (stop - start) * row, extent.offset + start * row
-        parts: list[bytes] = []
+        octets = np.empty((stop - start) * row, np.uint8)
         with reading_errors(self.bundle.weights_path):
-            while count and (part := os.pread(self._file, count, offset)):
-                parts.append(part)
-                count, offset = count - len(part), offset + len(part)
-        if count:
-            raise BundleError(f"{self.bundle.weights_path} became shorter while it was read")
-        values = np.frombuffer(b"".join(parts), numpy_type(extent.dtype))
+            read_into(self._file, extent.offset + start * row, octets.data)
+        values = octets.view(numpy_type(extent.dtype))
         return values.reshape(stop - start, *extent.shape[1:])
 
 

@@ -50,15 +50,7 @@ def steps(config: TrainConfig, scratch: Path) -> dict[str, Any]:
         mapped = MappedTensors(scratch, "adapters", Adapters.shapes(manifest))  # as in a run
         adapters = Adapters.initial(manifest, config.seed, mapped)
         session = open_session(bundle, plan)
-        begin = Start(
-            session.model,
-            plan,
-            adapters,
-            scratch,
-            len(manifest.blocks),
-            manifest.widest,
-            session.weights,
-        )
+        begin = Start(session.model, plan, adapters, scratch, session.weights)
         running = method(config.method).start(config, begin)
         length = config.max_seq_length or manifest.usual_bucket
         rows = RandomRows(config.seed, manifest.vocab_size, length, RANDOM_ROWS)

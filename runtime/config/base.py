@@ -10,8 +10,7 @@ in it are relative to the working directory.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
@@ -63,7 +62,6 @@ class Check(NamedTuple):
     wanted: str
     hint: Callable[[Any], str] = lambda value: ""  # the likely meaning of a wrong value
     stored: Callable[[Any], Any] = lambda value: value  # an allowed value, with whole paths
-    in_a_run: Callable[[Any], bool] | None = None  # what runs may hold, if that is more
 
 
 def is_size(text: str) -> bool:
@@ -93,13 +91,11 @@ LEAST = 1e-9  # of a number that is not 0, and computes something else than 0 wo
 COUNT = Check(
     lambda value: 1 <= value <= MOST,
     f"1 or more, at most {MOST:,}",
-    in_a_run=lambda value: value >= 1,
 )
 NOT_NEGATIVE = Check(
     lambda value: value == 0 or LEAST <= value <= MOST,
     f"0 or more, at most {MOST:,}",
     lambda value: f"; below {LEAST:g} it would be 0" if 0 < value < LEAST else "",
-    in_a_run=lambda value: 0 <= value < math.inf,
 )
 SEED = Check(lambda value: value >= 0, "a whole number from 0 to 2^63 - 1")
 SMALLEST_PLAIN_BYTES = 1_000_000  # that a number without a unit can mean
@@ -133,7 +129,6 @@ def between(least: float, most: float, usual: str, *, or_zero: bool = False) -> 
         lambda value: lowest <= value <= most or (zero and value == 0),
         f"{'0, or ' * or_zero}from {least:g} to {most:,.12g}; {usual}",
         lambda value: f"; below {LEAST:g} it would be 0" if zero and 0 < value < LEAST else "",
-        in_a_run=lambda value: 0 < value < (1 if most < 1 else math.inf) or (zero and value == 0),
     )
 
 
@@ -198,11 +193,10 @@ class Config:
     """
 
     positional: ClassVar[str] = "bundle"  # the field that is given without a flag
-    is_of_a_run: ClassVar[bool] = False  # written before: today's bounds of input do not count
 
     def __post_init__(self) -> None:
         values = {name: _plain(value) for name, value in vars(self).items()}
-        refuse(type(self), _problems(type(self), values, given=() if self.is_of_a_run else values))
+        refuse(type(self), _problems(type(self), values))
         vars(self).update(
             {setting.name: _normal(setting, values[setting.name]) for setting in fields(self)}
         )
@@ -236,8 +230,7 @@ def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
         if isinstance(value, str) and key in overrides:
             with suppress(ValueError):  # `_problems` reports it as a value of the wrong type
                 values[key] = type_of(known[key]).from_text(value)
-    given = overrides if cls.is_of_a_run else values
-    refuse(cls, problems + _problems(cls, values, given))
+    refuse(cls, problems + _problems(cls, values))
     return cls(**values)
 
 
@@ -252,8 +245,8 @@ def to_toml(config: Config) -> str:
 def refuse(cls: type[Config], problems: list[str]) -> None:
     """Raise one UsageError that lists `problems`, if there are any."""
     if problems:
-        who = "the run" if cls.is_of_a_run else _command(cls)
-        raise UsageError("\n  ".join([f"{who} cannot run with these settings:", *problems]))
+        command = _command(cls)
+        raise UsageError("\n  ".join([f"{command} cannot run with these settings:", *problems]))
 
 
 def _command(cls: type[Config]) -> str:
@@ -341,11 +334,8 @@ def _normal(setting: Field[Any], value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _problems(cls: type[Config], values: dict[str, Any], given: Container[str]) -> list[str]:
-    """Messages for values that are missing or not allowed; all keys are known.
-
-    Those that are not `given` are of a run.
-    """
+def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
+    """Messages for values that are missing or not allowed; all keys are known."""
     problems = []
     for setting in fields(cls):
         value, check = values.get(setting.name, setting.default), setting.metadata["check"]
@@ -361,7 +351,7 @@ def _problems(cls: type[Config], values: dict[str, Any], given: Container[str]) 
             if _too_long(value):
                 wanted = f"{wanted} of at most 64 bits, with its sign"
             problems.append(f"{setting.name} is {_shortened(value)}; it must be {wanted}{meant}")
-        elif check and value is not None and not _allows(check, value, setting.name in given):
+        elif check and value is not None and not check.allows(value):
             from runtime.config.suggestions import value_meant  # training need not hold its tables
 
             meant = check.hint(value) or value_meant(setting.name, value)
@@ -374,10 +364,6 @@ def _problems(cls: type[Config], values: dict[str, Any], given: Container[str]) 
                 "path, rename the file, or the folder that is named so"
             )
     return problems
-
-
-def _allows(check: Check, value: Any, is_given: bool) -> bool:
-    return (check.in_a_run if check.in_a_run and not is_given else check.allows)(value)
 
 
 def _is_choice(setting: Field[Any]) -> bool:

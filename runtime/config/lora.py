@@ -27,6 +27,14 @@ def targets_of(text: str) -> Literal["all-linear"] | tuple[str, ...]:
     return ALL_LINEAR if text == ALL_LINEAR else layer_names(text)
 
 
+SETTINGS = ("rank", "alpha", "targets", "layers", "rslora")  # of `LoraSettings`
+
+
+def option_of(setting: str) -> str:
+    """The name of the option for a field of `LoraSettings`."""
+    return setting if setting == "rslora" else f"lora_{setting}"
+
+
 TARGETS = Check(
     lambda text: text == ALL_LINEAR or are_layer_names(text),
     "all-linear, or names of layers such as q_proj,v_proj",
@@ -36,7 +44,6 @@ ALPHA = between(1e-3, MOST_ALPHA, "usual is once or twice the rank")
 _LAST = Check(
     lambda count: count == ALL_LAYERS or COUNT.allows(count),
     f"1 or more, or {ALL_LAYERS} for all",
-    in_a_run=lambda count: count == ALL_LAYERS or count >= 1,
 )
 
 
@@ -81,11 +88,7 @@ class LoraOptions(Config):
     @property
     def given_lora(self) -> dict[str, Any]:
         """The fields of `LoraSettings` that were given."""
-        values = {
-            "rank": self.lora_rank,
-            "alpha": self.lora_alpha,
-            "targets": None if self.lora_targets is None else targets_of(self.lora_targets),
-            "layers": self.lora_layers,
-            "rslora": self.rslora,
-        }
+        values = {name: getattr(self, option_of(name)) for name in SETTINGS}
+        if self.lora_targets is not None:
+            values["targets"] = targets_of(self.lora_targets)
         return {name: value for name, value in values.items() if value is not None}

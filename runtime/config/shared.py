@@ -17,12 +17,13 @@ from runtime.config.base import (
     between,
     choice,
     expanded,
+    flag,
     option,
     refuse,
     required,
     up_to,
 )
-from runtime.config.lora import LoraOptions
+from runtime.config.lora import LoraOptions, option_of
 from runtime.config.methods import METHODS, OPTIONS_OF
 from runtime.config.zeroth_order import ZerothOrderOptions
 from runtime.core.units import parse_bytes
@@ -344,7 +345,7 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
                 "plan has no effect with trainable full: tiles of the weights themselves are read "
                 "and written"
             )
-        if self.trains_prefix and (given := self._lora_flags):
+        if self.trains_prefix and (given := self.lora_flags):
             problems.append(
                 f"trainable prefix has no LoRA adapters: leave out {' and '.join(given)}, or give "
                 "--trainable lora"
@@ -356,9 +357,9 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         refuse(type(self), [*problems, *self.zeroth_order_problems])
 
     @property
-    def _lora_flags(self) -> list[str]:
+    def lora_flags(self) -> list[str]:
         """The options of LoRA that were given, as they are typed."""
-        flags = ["--rslora" if name == "rslora" else f"--lora-{name}" for name in self.given_lora]
+        flags = [flag(option_of(name)) for name in self.given_lora]
         return [*flags, "--lora-dropout"] if self.lora_dropout else flags
 
     @property

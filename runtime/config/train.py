@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -61,7 +60,6 @@ _DECAY = between(0, 10, "usual are 0 to 0.1")
 _FACTOR = Check(
     lambda value: value == 0 or 1 < value <= 1000,
     "0, or above 1 and at most 1000",
-    in_a_run=lambda value: value == 0 or 1 < value < math.inf,
 )
 
 
@@ -252,13 +250,6 @@ class TrainConfig(StepConfig, DataOptions):
     def noise_kind(self) -> str:
         """The distribution of the directions, for methods that perturb."""
         return METHODS[self.method].noise if self.noise == "auto" else self.noise
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig(TrainConfig):
-    """The options that a run was trained with, by this version or another."""
-
-    is_of_a_run: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)

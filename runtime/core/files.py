@@ -72,6 +72,20 @@ def read_small(path: Path, most_bytes: int, kind: str) -> bytes:
     return read_file(path)
 
 
+def read_into(fd: int, offset: int, out: memoryview) -> None:
+    """Fill `out` with the bytes of a file from `offset` on. Raises OSError where it ends early."""
+    while out:
+        count = os.preadv(fd, [out], offset)
+        if count == 0:
+            raise OSError(errno.EIO, "the file ends early")
+        out, offset = out[count:], offset + count
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it. Raises OSError."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
 def flush(fd: int, *, order_only: bool = False) -> None:
     """Flush a file, or a folder's entries, to the disk.
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from runtime.core.errors import StorageError, UsageError
-from runtime.core.files import flush_path, free_bytes, storage_errors
+from runtime.core.files import flush_path, free_bytes, remove, storage_errors
 from runtime.core.paths import output_path, partial_folder
 from runtime.core.units import format_bytes
 
@@ -175,10 +174,7 @@ class FolderWriter:
         # without its marker, a half removed folder cannot be taken for a complete one
         (self.place / OLD / self.marker).unlink(missing_ok=True)
         for left in self.place.iterdir():
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left)
-            else:
-                left.unlink()
+            remove(left)
 
     def finish(self, result: Path | None = None) -> None:
         """Move what was written to its destination: the folder, or one file of it.

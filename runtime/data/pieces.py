@@ -10,15 +10,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from runtime.core.errors import DataError
-from runtime.core.files import read_file, reading_errors, write_atomic
+from runtime.core.files import write_atomic
 
 if TYPE_CHECKING:
     from runtime.data.text_encoder import TextEncoder
@@ -27,19 +26,21 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # for bytes that are no whole character
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 ANCHORS = "a0x"  # texts of one token, between which others are looked at
 TRIALS, TRIED = 64, 40  # sequences of random tokens on which the table is tried, and their length
-COUNT = np.dtype("<u4")
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """The text of tokens: `data[ends[t - 1]:ends[t]]`, in UTF-8.
+class Pieces(msgspec.Struct, frozen=True):
+    """The text of tokens: `data[ends[t - 1]:ends[t]]`, in UTF-8; `places` has the ends.
 
     strips: whether a space at the beginning of a text is left out.
     """
 
-    ends: npt.NDArray[np.uint32]
+    places: bytes
     data: bytes
     strips: bool
+
+    @property
+    def ends(self) -> npt.NDArray[np.uint32]:
+        return np.frombuffer(self.places, np.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens; a character of which bytes are missing becomes `UNKNOWN`."""
@@ -47,10 +48,11 @@ class Pieces:
         return text.removeprefix(" ") if self.strips else text
 
     def _piece(self, token: int) -> bytes:
-        if token >= len(self.ends):  # the model embeds more tokens than the tokenizer has
+        ends = self.ends
+        if token >= len(ends):  # the model embeds more tokens than the tokenizer has
             return b""
-        start = int(self.ends[token - 1]) if token else 0
-        return self.data[start : int(self.ends[token])]
+        start = int(ends[token - 1]) if token else 0
+        return self.data[start : int(ends[token])]
 
 
 def write_pieces(encoder: TextEncoder, path: Path) -> bool:
@@ -61,25 +63,13 @@ def write_pieces(encoder: TextEncoder, path: Path) -> bool:
     pieces = _pieces_of(encoder)
     if pieces is None:
         return False
-    head = np.array([len(pieces.ends), pieces.strips], COUNT).tobytes()
-    write_atomic(path, head + pieces.ends.astype(COUNT).tobytes() + pieces.data)
+    write_atomic(path, msgspec.msgpack.encode(pieces))
     return True
 
 
 def read_pieces(path: Path) -> Pieces:
-    """The table in a file.
-
-    Raises:
-        DataError: the file is not whole.
-    """
-    with reading_errors(path):
-        data = read_file(path)
-    count, strips = (int(number) for number in np.frombuffer(data, COUNT, 2))
-    ends = np.frombuffer(data, COUNT, count, 2 * COUNT.itemsize)
-    text = data[(2 + count) * COUNT.itemsize :]
-    if count and (int(ends[-1]) != len(text) or np.any(np.diff(ends.astype(np.int64)) < 0)):
-        raise DataError(f"{path} is damaged: it has {len(text)} bytes of text, not {ends[-1]}")
-    return Pieces(ends, text, bool(strips))
+    """The table that `write_pieces` wrote, in a folder of this process's own."""
+    return msgspec.msgpack.decode(path.read_bytes(), type=Pieces)
 
 
 def _pieces_of(encoder: TextEncoder) -> Pieces | None:
@@ -102,12 +92,12 @@ def _pieces_of(encoder: TextEncoder) -> Pieces | None:
                 return None
             piece = raw
         pieces.append(piece)
-    ends = np.cumsum([len(piece) for piece in pieces]).astype(np.uint32)
+    places = np.cumsum([len(piece) for piece in pieces]).astype(np.uint32).tobytes()
     spaced = next(
         (t for t, piece in enumerate(pieces) if piece[:1] == b" " and len(piece) > 1), None
     )
     strips = spaced is not None and encoder.decode([spaced]) == pieces[spaced].decode()[1:]
-    table = Pieces(ends, b"".join(pieces), strips)
+    table = Pieces(places, b"".join(pieces), strips)
     return table if _agrees(table, encoder) else None
 
 

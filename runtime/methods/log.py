@@ -1,12 +1,12 @@
 """The log from which a zeroth-order run can be rebuilt: a few bytes a step.
 
-`trajectory.jsonl` begins with a header (`runtime.methods.zeroth.log_header`); then one line a step:
+`trajectory.jsonl` begins with a header (`runtime.methods.log_header`); then one line a step:
 `[rate, [the factor of each query's direction]]`, in MeZO the projected gradients, or
 `[rate, null]` for a step that was skipped because a loss was not finite. A descent may add a list
 of numbers of its own: `[rate, [...], [...]]`. Floats are written so that they read back to the same
 bits.
 
-Not every log's header has the same fields. A class that writes fields of its own is an `Owner`: it
+Not every log's header has the same fields. A class that writes fields of its own is a `Part`: it
 names them in `log_fields` and checks them in `check_fields`, and has a line in the lists below.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from runtime.bundle.manifest import Manifest
 from runtime.core.documents import from_json
@@ -24,33 +24,18 @@ from runtime.core.files import read_file
 from runtime.core.version import __version__
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.weights import FullWeights
+from runtime.methods.log_header import Header, Part
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Averages, Descent, Sgd, Update
 from runtime.methods.zeroth.estimator import Estimator
 from runtime.methods.zeroth.hizoo import HessianDescent
 from runtime.methods.zeroth.layer_scales import ScaledDescent
-from runtime.methods.zeroth.log_header import Header
 from runtime.methods.zeroth.zo_act import Coefficients
-
-
-class Owner(Protocol):
-    """A class that writes fields of its own into a log's header."""
-
-    log_fields: ClassVar[tuple[str, ...]]
-
-    @classmethod
-    def check_fields(cls, fields: Mapping[str, Any]) -> None:
-        """Check its own among all fields that are not common.
-
-        Raises:
-            ValueError: one of them is missing or invalid, or cannot stand beside another's.
-        """
-
 
 DESCENTS: tuple[type[Descent], ...] = (Averages, HessianDescent, ScaledDescent)
 ESTIMATORS: tuple[type[Estimator], ...] = (Coefficients,)
-OWNERS: tuple[type[Owner], ...] = (*DESCENTS, *ESTIMATORS, Noise, FullWeights)
-T = TypeVar("T", bound=type[Owner])
+OWNERS: tuple[type[Part], ...] = (*DESCENTS, *ESTIMATORS, Noise, FullWeights)
+T = TypeVar("T", bound=type[Part])
 
 
 def read_log(path: Path) -> tuple[Header, list[Update | None]]:

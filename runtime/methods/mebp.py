@@ -396,7 +396,7 @@ def start(config: TrainConfig, begin: Start) -> MeBP:
     return MeBP(
         begin.models,
         begin.adapters,
-        Activations(begin.scratch, begin.block_count, most_rows, shape),
+        Activations(begin.scratch, len(begin.adapters.manifest.blocks), most_rows, shape),
         Optimizer(begin.adapters, config.optimizer, config.weight_decay, begin.scratch),
         begin.plan.lanes,
         begin.plan.kept,

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 
 from runtime.config.zeroth_order import MOST_POOL
+from runtime.methods.log_header import Part
 
 
 def number_of(*parts: int | str) -> int:
@@ -28,11 +29,8 @@ def key_of(*parts: int | str) -> mx.array:
     return key
 
 
-KINDS = ("gaussian", "rademacher")
-
-
 @dataclass(frozen=True)
-class Noise:
+class Noise(Part):
     """The noise of one run: `kind` is "gaussian" (N(0, 1)) or "rademacher" (-1 or 1).
 
     With a `pool`, steps and queries draw one of so many directions; else each has its own.
@@ -41,7 +39,7 @@ class Noise:
     seed: int
     kind: str = "gaussian"
     pool: int = 0
-    log_fields: ClassVar[tuple[str, ...]] = ("pool",)
+    log_fields = ("pool",)
 
     @classmethod
     def of_log(cls, seed: int, kind: str, fields: Mapping[str, Any]) -> Noise:
@@ -50,13 +48,11 @@ class Noise:
 
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any]) -> None:
-        """See `runtime.methods.log`."""
         pool = fields["pool"]
         if type(pool) is not int or not 0 <= pool <= MOST_POOL:
             raise ValueError(f"its pool of directions is {pool!r}")
 
     def header(self) -> dict[str, Any]:
-        """Its fields in a log's header besides its seed and kind."""
         return {"pool": self.pool} if self.pool else {}
 
     def draw(self, step: int, query: int, tensor: str, shape: tuple[int, ...]) -> mx.array:

@@ -128,8 +128,6 @@ class Start:
     plan: Plan
     adapters: Adapters
     scratch: Path
-    block_count: int
-    widest: int  # columns of an activation checkpoint
     weights: WeightSource
     rows: NumberedRows | None = None
     fresh: bool = True
@@ -139,7 +137,7 @@ class Start:
     @property
     def activation_shape(self) -> tuple[int, int, int]:
         """The shape of the largest activation checkpoint: (1, T, D)."""
-        return 1, self.plan.bucket, self.widest
+        return 1, self.plan.bucket, self.adapters.manifest.widest
 
 
 class Implementation(Protocol):

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from runtime.core.errors import BundleError, WorkerError
-from runtime.core.files import reading_errors
+from runtime.core.files import read_into, reading_errors
 from runtime.core.stripes import STRIPE, Stripes
 
 ASK, RANGE = struct.Struct("<IIQ"), struct.Struct("<QQ")  # file, ranges, version; start, stop
@@ -179,7 +179,8 @@ class Holders:
                 at, end = self.own.portion(*each)
                 while at < end:
                     place = next(left)
-                    at += _filled(self._files[file].fd, place, at)
+                    read_into(self._files[file].fd, at, place)
+                    at += len(place)
         except OSError as problem:
             raise BundleError(f"this worker's slice cannot be read: {problem}") from None
 
@@ -226,17 +227,6 @@ def _places(stripes: Stripes, ranges: Sequence[Range], out: memoryview) -> list[
         places += [out[offset + a : offset + b] for a, b in stripes.pieces(start, stop)]
         offset += stop - start
     return places
-
-
-def _filled(fd: int, place: memoryview, at: int) -> int:
-    """Fill a place with bytes of a file; returns how many."""
-    done = 0
-    while done < len(place):
-        count = os.preadv(fd, [place[done:]], at + done)
-        if count == 0:
-            raise OSError("the file ends early")
-        done += count
-    return done
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:

@@ -42,11 +42,12 @@ def training(config: StepConfig, manifest: Manifest, workers: int = 1) -> Task:
     if config.max_grad_norm and not demand.stores_gradients:
         raise UsageError(
             f"--max-grad-norm {config.max_grad_norm:g}: {config.method} does not clip gradients; "
-            "leave it out"
+            "leave it out, and lower --learning-rate instead"
         )
     if config.lora_dropout and not demand.drops_inputs:
         raise UsageError(
-            f"--lora-dropout {config.lora_dropout:g}: {config.method} has no dropout; leave it out"
+            f"--lora-dropout {config.lora_dropout:g}: {config.method} has no dropout; leave it "
+            "out, or give --lora-dropout 0 if the adapter in --adapter was trained with dropout"
         )
     if config.trains_all and not demand.trains_weights:
         raise UsageError(

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -31,7 +31,7 @@ from runtime.adapters.mlx_lm import WEIGHTS
 from runtime.config.base import read_values
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, UsageError
-from runtime.core.files import flush_path, read_file, storage_errors, write_atomic
+from runtime.core.files import flush_path, read_file, remove, storage_errors, write_atomic
 from runtime.core.paths import output_path, text_path
 from runtime.core.version import __version__, of_another_version
 from runtime.data.hub import FOLDER
@@ -59,6 +59,7 @@ INITIAL = "initial"
 STATE_OF_METHOD = "method.bin"
 SAVED = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
 SAVED_WEIGHTS = (STATE_OF_METHOD,)  # where all weights are trained, beside the slots
+_When = Annotated[str, msgspec.Meta(pattern=r"\A(before|after|[0-9]{1,19})\Z")]
 CHECKED = (CONFIG, PLAN, EVALUATIONS, OTHER_EVALUATIONS, SPEEDS)  # beside the adapter and tokens
 
 
@@ -88,7 +89,7 @@ class RunFolder:
             self._check_free()  # another process may have been faster
             for path in self.path.iterdir():
                 if path.name != LOCK:
-                    _remove(path)
+                    remove(path)
             with storage_errors(self.path):
                 self.saves.folder.mkdir()
             yield
@@ -146,7 +147,7 @@ class RunFolder:
             self.saves.folder.mkdir(exist_ok=True)
             for path in (*self.path.iterdir(), *self.saves.folder.iterdir()):
                 if _half_written(path):
-                    _remove(path)
+                    remove(path)
 
     def write(self, name: str, data: bytes) -> None:
         """Replace one of the run's files, and record its checksum if resuming reads it."""
@@ -319,22 +320,11 @@ class RunFolder:
         Raises:
             BundleError: the file is altered, or one is missing.
         """
-        path, stored = self.path / EVALUATIONS, {}
-        if path.exists():
-            self.check(EVALUATIONS)
-            stored = read_json(path)
-        checked: dict[str, Evaluation] = {}
-        for when, facts in stored.items():
-            if not (when in ("before", "after") or (when.isascii() and when.isdecimal())):
-                raise BundleError(f"{path} is damaged: {when!r:.80} is no step")
-            try:
-                checked[when] = msgspec.convert(facts, Evaluation)
-            except (msgspec.ValidationError, UnicodeError) as problem:
-                raise BundleError(f"{path} is damaged: {when!r}: {problem}") from None
+        checked: dict[str, Evaluation] = self._checked(EVALUATIONS, dict[_When, Evaluation], {})
         if missing := sorted(set(evaluated) - set(checked)):
             raise BundleError(
-                f"{path} lacks the evaluation {missing[0]!r}, which the last save has; put it back "
-                f"as it was, or {another_run(self.path)}"
+                f"{self.path / EVALUATIONS} lacks the evaluation {missing[0]!r}, which the last "
+                f"save has; put it back as it was, or {another_run(self.path)}"
             )
         return {
             when: evaluation
@@ -448,10 +438,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _half_written(path: Path) -> bool:
     return path.name.startswith(".") and path.name.endswith(".partial")
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _leftover(path: Path) -> bool:

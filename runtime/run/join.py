@@ -28,7 +28,7 @@ from runtime.core.errors import (
 from runtime.core.notes import Note, warning
 from runtime.core.signals import Stop, catching_signals, cause
 from runtime.methods.log import descent_in, update_of
-from runtime.methods.zeroth.log_header import Header
+from runtime.methods.log_header import Header
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.parallel.fleet import REFUSED, Description, Guest, Task
 from runtime.parallel.launch import host_name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -16,6 +16,8 @@ from runtime.adapters.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings, prefix_s
 from runtime.adapters.mlx_lm import CONFIG
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
+from runtime.config.base import flag
+from runtime.config.lora import SETTINGS, option_of
 from runtime.config.shared import USUAL_PREFIX, StepConfig
 from runtime.core.errors import UsageError
 from runtime.core.notes import Note, warning
@@ -23,13 +25,6 @@ from runtime.methods.adapters import lora_of
 from runtime.methods.base_weights import check_base_weights
 
 C = TypeVar("C", bound=StepConfig)
-FLAGS = {
-    "rank": "--lora-rank",
-    "alpha": "--lora-alpha",
-    "targets": "--lora-targets",
-    "layers": "--lora-layers",
-    "rslora": "--rslora",
-}
 
 
 def to_train(config: C, bundle: Bundle, note: Note | None = None) -> tuple[C, Bundle]:
@@ -67,12 +62,8 @@ def to_train(config: C, bundle: Bundle, note: Note | None = None) -> tuple[C, Bu
 
 def to_resume(config: C, bundle: Bundle) -> tuple[C, Bundle]:
     """As `to_train`, for a run's own configuration: the adapter it began from may be gone."""
-    if config.trains_all:
-        return config, _without_adapters(config, bundle)
-    if config.trains_prefix:
-        return _with_prefix(config, bundle, None)
-    lora = _checked(_with_given(config, bundle.manifest.lora), bundle.manifest)
-    return _filled(config, lora), bundle.with_lora(lora)
+    resumed, bundle = to_train(replace(config, adapter=None), bundle)
+    return replace(resumed, adapter=config.adapter), bundle
 
 
 def _trainable(config: StepConfig, adapter: LoraSettings | None, manifest: Manifest) -> str:
@@ -121,10 +112,7 @@ def _without_adapters(config: StepConfig, bundle: Bundle) -> Bundle:
             f"({quantized[0]} to {manifest.matrices[quantized[0]].bits} bits), and rounding to so "
             "few would undo every update; export the model with --trainable full, or train adapters"
         )
-    flags = [FLAGS[name] for name in config.given_lora]
-    flags += [] if config.adapter is None else ["--adapter"]
-    flags += [] if not config.lora_dropout else ["--lora-dropout"]
-    if flags:
+    if flags := [*config.lora_flags, *([] if config.adapter is None else ["--adapter"])]:
         raise UsageError(
             f"{', '.join(flags)}: with --trainable full there are no adapters; leave it out, or "
             "give --trainable lora, or prefix for an adapter that is one"
@@ -184,15 +172,9 @@ def _with_given(config: StepConfig, lora: LoraSettings) -> LoraSettings:
 
 def _filled(config: C, lora: LoraSettings) -> C:
     """The configuration with the options that were not given; given ones stay as they are."""
-    targets = lora.targets if lora.targets == ALL_LINEAR else ",".join(lora.targets)
-    values: dict[str, Any] = {
-        "lora_rank": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_targets": targets,
-        "lora_layers": lora.layers,
-        "lora_dropout": lora.dropout,
-        "rslora": lora.rslora,
-    }
+    values = {option_of(name): getattr(lora, name) for name in (*SETTINGS, "dropout")}
+    if lora.targets != ALL_LINEAR:
+        values["lora_targets"] = ",".join(lora.targets)
     unset = {name: value for name, value in values.items() if getattr(config, name) is None}
     return replace(config, **unset)
 
@@ -237,12 +219,12 @@ def _check_adapter(
     for name in config.given_lora:
         now, before = (_effective(settings, name, manifest) for settings in (lora, adapter))
         if now != before:
-            flag, setting = FLAGS[name], getattr(adapter, name)
+            option, setting = option_of(name), getattr(adapter, name)
             shown = setting if isinstance(setting, str | int | float) else ",".join(setting)
-            given = getattr(config, name if name == "rslora" else f"lora_{name}")
+            typed = flag(option)
             raise UsageError(
-                f"{flag} {given}: the adapter in {config.adapter} has "
-                f"{flag} {shown}; leave {flag} out, or start with a new adapter (without --adapter)"
+                f"{typed} {getattr(config, option)}: the adapter in {config.adapter} has {typed} "
+                f"{shown}; leave {typed} out, or start with a new adapter (without --adapter)"
             )
 
 

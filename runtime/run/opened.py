@@ -102,14 +102,12 @@ class Opened:
         return adapters
 
     def _method(self, adapters: Adapters, fresh: bool = True) -> Method:
-        manifest, session = self.session.bundle.manifest, self.session
+        session = self.session
         begin = Start(
             session.model,
             session.plan,
             adapters,
             self.folder.path,
-            len(manifest.blocks),
-            manifest.widest,
             session.weights,
             self.rows.train,
             fresh,

@@ -13,7 +13,7 @@ import msgspec
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.config.base import load
-from runtime.config.train import RunConfig, TrainConfig
+from runtime.config.train import TrainConfig
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors
 from runtime.core.lookalikes import Kind, instead
@@ -23,9 +23,9 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.full.run_weights import open_weights, write_trained
 from runtime.methods.full.weights import FullWeights
 from runtime.methods.log import check_belongs, read_log, rebuild
+from runtime.methods.log_header import Header
 from runtime.methods.protocol import TRAJECTORY
 from runtime.methods.zeroth.descent import Update
-from runtime.methods.zeroth.log_header import Header
 from runtime.run.folder import INITIAL, SUMMARY, RunFolder
 from runtime.run.results import best_of
 from runtime.run.session import open_verified
@@ -78,7 +78,7 @@ def replay(
     folder = RunFolder(run)
     folder.check(CONFIG)
     header, updates = read_log(run / TRAJECTORY)
-    config = load(RunConfig, run / CONFIG, {})
+    config = load(TrainConfig, run / CONFIG, {})
     opened = open_verified(bundle or config.bundle)
     of_weights = header.more.keys() >= {*FullWeights.log_fields}
     if of_weights:

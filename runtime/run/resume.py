@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.bundle.store import Bundle
 from runtime.config.base import load, to_toml
-from runtime.config.train import RunConfig, TrainConfig
+from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
 from runtime.core.lookalikes import Kind, instead
 from runtime.core.notes import silent, warning
@@ -77,12 +77,12 @@ def _resume(path: Path, events: Events, wanted: dict[str, Any], team: Team) -> T
         for name in (CONFIG, PLAN):
             folder.check(name)
         folder.plan()  # first, since it says whether this version reads the run's files
-        before = load(RunConfig, path / CONFIG, {})
+        before = load(TrainConfig, path / CONFIG, {})
         if "epochs" in wanted:
             wanted = {"steps": None, **wanted}  # the run's own, which they replace
         if "bundle" in wanted:
             wanted = {**wanted, "bundle": absolute(wanted["bundle"])}
-        config = replace(load(RunConfig, path / CONFIG, wanted), output=str(path), parallel=None)
+        config = replace(load(TrainConfig, path / CONFIG, wanted), output=str(path), parallel=None)
         save = folder.saves.latest()
         state = None if save is None else folder.check_save(save)
         progress = progress_of(folder, state)

@@ -13,6 +13,7 @@ from runtime.config.base import to_toml
 from runtime.config.shared import StepConfig, mix_of
 from runtime.config.train import GENERAL, NO_DATA, PlanConfig, TrainConfig
 from runtime.core.errors import UsageError
+from runtime.core.files import remove
 from runtime.core.notes import Note, silent, warning
 from runtime.data.run_rows import MixedRows, absolute, open_run_rows, with_length
 from runtime.data.samples import Samples
@@ -203,4 +204,4 @@ def remove_refused(folder: RunFolder, existed: bool) -> None:
         shutil.rmtree(folder.path)
         return
     for path in folder.path.iterdir():  # it was empty before
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        remove(path)

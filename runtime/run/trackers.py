@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -27,71 +27,65 @@ PROJECT = "ondevice"  # of Weights & Biases, if the environment names none
 TRAIN, VALID = "train", "valid"
 
 
-class Tracker(Protocol):
-    """Something that keeps values by name and step."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self, failed: bool) -> None: ...
+Log = Callable[[int, Mapping[str, float]], None]
+"""Keeps values by name and step."""
 
 
-class TensorBoard:
+@contextmanager
+def _tensorboard(config: TrainConfig, folder: Path, done: int) -> Iterator[Log]:
     """Event files in the folder `tensorboard` of the run."""
+    # values of later steps, from an earlier process, are written again
+    writer = _library("tensorboardX", "tensorboard").SummaryWriter(
+        str(folder / TENSORBOARD), purge_step=done + 1 if done else None
+    )
 
-    def __init__(self, config: TrainConfig, folder: Path, done: int) -> None:
-        writer = _library("tensorboardX", "tensorboard").SummaryWriter
-        # values of later steps, from an earlier process, are written again
-        self._writer = writer(str(folder / TENSORBOARD), purge_step=done + 1 if done else None)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # before the step may be saved: a killed run has no gap
+            writer.add_scalar(name, value, step)
+        writer.flush()  # before the step may be saved: a killed run has no gap
 
-    def close(self, failed: bool) -> None:
-        self._writer.close()
+    try:
+        yield log
+    finally:
+        writer.close()
 
 
-class WeightsAndBiases:
+@contextmanager
+def _wandb(config: TrainConfig, folder: Path, done: int) -> Iterator[Log]:
     """A run of Weights & Biases; its environment variables say where it goes.
 
     Steps that are trained again after a kill are logged again: values stand against the metric
     `step`, so that they lie over the earlier ones.
     """
-
-    def __init__(self, config: TrainConfig, folder: Path, done: int) -> None:
-        wandb = _library("wandb", "wandb")
-        file = folder / WANDB_ID
-        if not file.exists():
-            write_atomic(file, uuid.uuid4().hex[:8].encode())
-        try:
-            self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", PROJECT),
-                name=folder.resolve().name,
-                id=file.read_text(),
-                resume="allow",
-                dir=str(folder),
-                config={name: value for name, value in vars(config).items() if value is not None},
-                settings=wandb.Settings(silent=True, console="off"),
-            )
-        except wandb.Error as error:
-            raise UsageError(
-                f"Weights & Biases cannot be reported to: {error}; log in (wandb login), set "
-                "WANDB_MODE=offline, or leave out --report-to"
-            ) from None
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **values})
-
-    def close(self, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
+    wandb = _library("wandb", "wandb")
+    file = folder / WANDB_ID
+    if not file.exists():
+        write_atomic(file, uuid.uuid4().hex[:8].encode())
+    try:
+        run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=folder.resolve().name,
+            id=file.read_text(),
+            resume="allow",
+            dir=str(folder),
+            config={name: value for name, value in vars(config).items() if value is not None},
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except wandb.Error as error:
+        raise UsageError(
+            f"Weights & Biases cannot be reported to: {error}; log in (wandb login), set "
+            "WANDB_MODE=offline, or leave out --report-to"
+        ) from None
+    run.define_metric("*", step_metric="step")
+    failed = True
+    try:
+        yield lambda step, values: run.log({"step": step, **values})
+        failed = False
+    finally:
+        run.finish(exit_code=int(failed))
 
 
-TRACKERS: dict[str, Callable[[TrainConfig, Path, int], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-}
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}
 
 
 @contextmanager
@@ -103,27 +97,23 @@ def reporting(config: TrainConfig, folder: Path, done: int, events: Events) -> I
     Raises:
         UsageError: the tracker is not installed, or cannot be reported to.
     """
-    make = TRACKERS.get(config.report_to)
-    if make is None:
+    tracker, latest = TRACKERS.get(config.report_to), done
+    if tracker is None:
         yield events
         return
-    tracker, latest, failed = make(config, folder, done), done, True
+    with tracker(config, folder, done) as log:
 
-    def step(done: Step, total: int) -> None:
-        nonlocal latest
-        latest = done.number
-        tracker.log(latest, named(TRAIN, done))
-        events.step(done, total)
+        def step(done: Step, total: int) -> None:
+            nonlocal latest
+            latest = done.number
+            log(latest, named(TRAIN, done))
+            events.step(done, total)
 
-    def evaluated(when: str, evaluation: Evaluation) -> None:
-        tracker.log(int(when) if when.isdecimal() else latest, named(VALID, evaluation))
-        events.evaluated(when, evaluation)
+        def evaluated(when: str, evaluation: Evaluation) -> None:
+            log(int(when) if when.isdecimal() else latest, named(VALID, evaluation))
+            events.evaluated(when, evaluation)
 
-    try:
         yield replace(events, step=step, evaluated=evaluated)
-        failed = False
-    finally:
-        tracker.close(failed)
 
 
 def named(group: str, values: Step | Evaluation) -> dict[str, float]:

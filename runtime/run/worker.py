@@ -12,7 +12,7 @@ import msgspec
 
 from runtime.config.base import load, to_toml
 from runtime.config.shared import DataOptions, StepConfig
-from runtime.config.train import NO_DATA, RunConfig, TrainConfig
+from runtime.config.train import NO_DATA, TrainConfig
 from runtime.data.run_rows import MIX, TOKENS, open_run_rows
 from runtime.data.samples import Samples
 from runtime.machine.footprint import Meter
@@ -67,7 +67,7 @@ def worker(path: Path, own: Mapping[str, Any], team: Team) -> Iterator[Trainer]:
     folder = WorkerFolder(path)
     with folder.locked():
         folder.saves.folder.mkdir(exist_ok=True)
-        config = load(RunConfig, path / CONFIG, {})
+        config = load(TrainConfig, path / CONFIG, {})
         config = replace(config, **_received(config, path), **own, output=str(path))
         save = folder.saves.latest()
         state = None if save is None else folder.check_save(save)

@@ -12,7 +12,6 @@ headers after that, and reads tensors from an assembly. Such a file is good for 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import mmap
 import os
@@ -27,7 +26,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from runtime.core.files import flush, reading_errors, require_file, reserve, storage_errors
+from runtime.core.files import (
+    flush,
+    read_into,
+    reading_errors,
+    require_file,
+    reserve,
+    storage_errors,
+)
 from runtime.core.stripes import SLOTS_FILE, Stripes
 from runtime.storage.write_back import Writer
 
@@ -147,7 +153,7 @@ class Slots:
             out[:] = self._assembly.view(SLOTS_FILE, version, offset, stop, end)
             return
         with reading_errors(self.path):
-            _read(self._fd, offset, out)
+            read_into(self._fd, offset, out.data)
 
     def read_rows(
         self, block: int, slot: int, tensor: str, rows: Sequence[int], out: Octets
@@ -164,7 +170,7 @@ class Slots:
             return
         with reading_errors(self.path):
             for row, place in zip(rows, out, strict=True):
-                _read(self._fd, first + row * out.shape[1], place)
+                read_into(self._fd, first + row * out.shape[1], place.data)
 
     def read_ahead(self, block: int, slot: int) -> None:
         """Begin to assemble a block, where workers hold it in slices."""
@@ -281,7 +287,7 @@ class Slots:
 
     def _read_header(self, block: int, slot: int) -> bytes:
         header = np.empty(self.layouts[block].header_bytes, np.uint8)
-        _read(self._fd, self._header_at(block, slot), header)
+        read_into(self._fd, self._header_at(block, slot), header.data)
         return header.tobytes()
 
     def _version(self, block: int, slot: int) -> int:
@@ -299,7 +305,7 @@ class Slots:
             digest = hashlib.sha256()
             for at in range(0, place.nbytes, HASH_BYTES):
                 part = buffer[: min(HASH_BYTES, place.nbytes - at)]
-                _read(self._fd, start + place.offset + at, part)
+                read_into(self._fd, start + place.offset + at, part.data)
                 digest.update(part.data)
             if digest.digest() != own:
                 return False
@@ -317,15 +323,6 @@ def _digests_in(header: bytes) -> list[bytes]:
     """The SHA-256 of each tensor that a header holds."""
     data = header[len(MAGIC) + 8 : -DIGEST_BYTES]
     return [data[i : i + DIGEST_BYTES] for i in range(0, len(data), DIGEST_BYTES)]
-
-
-def _read(fd: int, offset: int, out: Octets) -> None:
-    left = out.data
-    while left:
-        count = os.preadv(fd, [left], offset)
-        if count == 0:
-            raise OSError(errno.EIO, "the file ends early")
-        left, offset = left[count:], offset + count
 
 
 def _write(fd: int, offset: int, data: Octets) -> None:

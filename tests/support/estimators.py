@@ -95,7 +95,6 @@ def started(
     workers: Workers | None = None,
 ) -> ZerothOrder:
     """The method as a run starts it, but for the plan."""
-    manifest = model.bundle.manifest
     config = TrainConfig(**{**vars(config), "batch_size": rows})
     demand = implementation(config.method).demand(config)
     plan: Any = SimpleNamespace(
@@ -106,8 +105,6 @@ def started(
         plan,
         adapters,
         folder,
-        len(manifest.blocks),
-        manifest.hidden_size,
         model.weights,
         rows=RandomRows(model.bundle, config.seed),
         fresh=fresh,

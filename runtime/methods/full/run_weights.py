@@ -21,10 +21,10 @@ from runtime.methods.full.stored_floats import expand
 from runtime.methods.full.weights import FullWeights, slot_layouts
 from runtime.methods.full.zeroth_order import FullZerothOrder  # noqa: F401 - loaded for the plan
 from runtime.methods.log import read_log
+from runtime.methods.log_header import Header
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import TRAJECTORY
 from runtime.methods.zeroth.descent import Update
-from runtime.methods.zeroth.log_header import Header
 from runtime.storage.read_ahead import ReadAhead
 from runtime.storage.saves import SLOTS
 from runtime.storage.slots import Slots

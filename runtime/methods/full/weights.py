@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -28,6 +28,7 @@ from runtime.arrays.weight_source import FloatTile, WeightSource, new_rows
 from runtime.bundle.manifest import Manifest
 from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.full.stored_floats import F32, Octets, expand, rounded
+from runtime.methods.log_header import Part
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.descent import Update
 from runtime.operations.values import F32 as F32_BYTES
@@ -84,7 +85,7 @@ class _Visit:
 
 
 @dataclass(eq=False)
-class FullWeights:
+class FullWeights(Part):
     """A source of weights that training changes.
 
     `updates` are those of steps that some block has not seen, by step; `done` is how many steps
@@ -95,7 +96,7 @@ class FullWeights:
     they would lose most of MeZO's small updates.
     """
 
-    log_fields: ClassVar[tuple[str, ...]] = ("trained",)
+    log_fields = ("trained",)
     manifest: Manifest
     base: WeightSource
     slots: Slots | None
@@ -111,14 +112,12 @@ class FullWeights:
 
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any]) -> None:
-        """See `runtime.methods.log`."""
         if (trained := fields.get("trained")) != "full":
             raise ValueError(f"what it trains is {trained!r}")
         if others := fields.keys() - {*cls.log_fields, *Noise.log_fields}:
             raise ValueError(f"it trains all weights, and has {', '.join(sorted(others))}")
 
     def header(self) -> dict[str, Any]:
-        """Its `log_fields`, as a log's header holds them."""
         return {"trained": "full"}
 
     def __post_init__(self) -> None:

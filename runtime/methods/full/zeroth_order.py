@@ -18,10 +18,10 @@ from runtime.engine.model import Model
 from runtime.engine.sample import Sample
 from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.full.weights import FullWeights, Perturbation
+from runtime.methods.log_header import Header
 from runtime.methods.protocol import StepResult
 from runtime.methods.zeroth.descent import Update
 from runtime.methods.zeroth.estimator import Point
-from runtime.methods.zeroth.log_header import Header
 from runtime.methods.zeroth.zeroth_order import Pass, ZerothOrder
 
 

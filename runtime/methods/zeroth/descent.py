@@ -30,9 +30,9 @@ import mlx.core as mx
 from runtime.arrays.stored import Block
 from runtime.bundle.manifest import Manifest
 from runtime.config.zeroth_order import MOST_WINDOW
+from runtime.methods.log_header import Part
 from runtime.methods.noise import Noise
 from runtime.methods.zeroth.estimator import Losses
-from runtime.methods.zeroth.log_header import Part
 
 BETA1, BETA2, ZETA = 0.9, 0.999, 1e-8
 

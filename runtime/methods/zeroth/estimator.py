@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from runtime.methods.zeroth.log_header import Part
+from runtime.methods.log_header import Part
 
 
 class Point(NamedTuple):

@@ -34,22 +34,7 @@ def demand_of(config: StepConfig, estimator: Estimator, descent: type[Descent] =
     """Needs a checkpoint for each hidden state, and a copy of a block's adapters for each point.
 
     The copies of a query are freed once its hidden states are done.
-
-    Raises:
-        UsageError: the configuration asks for gradients, or for dropout.
     """
-    name = config.method
-    if config.max_grad_norm:
-        raise UsageError(
-            f"--max-grad-norm {config.max_grad_norm:g} limits the norm of gradients, and {name} "
-            "computes none: it sees losses only; leave it out, and lower --learning-rate instead"
-        )
-    if config.lora_dropout:
-        raise UsageError(
-            f"--lora-dropout {config.lora_dropout:g} is not for {name}: it estimates gradients "
-            "from small differences between losses, to which random masks add noise; leave it out, "
-            "or give --lora-dropout 0 if the adapter in --adapter was trained with dropout"
-        )
     points = estimator.points
     of_query = max(map(len, by_query(points)))
     hidden_states = len(estimator.lanes(config.batch_size * config.grad_accumulation))

@@ -38,11 +38,11 @@ from runtime.engine.model import Model
 from runtime.engine.sample import Sample
 from runtime.engine.visits import visit, visits
 from runtime.methods.adapters import Adapters
+from runtime.methods.log_header import Header
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Models, StepLoss, StepResult
 from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen, Sgd, Update
 from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losses, Point, by_query
-from runtime.methods.zeroth.log_header import Header
 from runtime.methods.zeroth.shared_points import Numbers, Place, of_fleet, of_grid
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.objective import Loss, Objective, chunks, grouped, score

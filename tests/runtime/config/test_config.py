@@ -24,7 +24,7 @@ from runtime.config import arguments
 from runtime.config import base as config
 from runtime.config.base import LEAST, load, to_toml
 from runtime.config.methods import METHODS
-from runtime.config.train import PlanConfig, RunConfig, TrainConfig
+from runtime.config.train import PlanConfig, TrainConfig
 from runtime.core.errors import UsageError
 from runtime.core.units import format_bytes, parse_bytes
 
@@ -168,36 +168,6 @@ def test_numbers_that_compute_nothing_are_refused(cls: type[config.Config]) -> N
 
 FLOATS = ("nan", "inf", "-inf", "1e300", "1e-320", "-1.0", "-1e-09")
 INTS = ("-1", str(-(2**62)), str(2**62), str(2**70), "nan", "1e3")
-
-
-@pytest.mark.parametrize(
-    ("name", "wide", "never"),
-    [
-        ("steps", 2 * config.MOST, 0),
-        ("warmup_steps", config.MOST, -1),
-        ("lora_layers", 2 * config.MOST, 0),
-        ("lora_alpha", 1e-4, 0.0),
-        ("learning_rate", 1e5, 0.0),
-        ("epsilon", 1e-9, 0.0),
-        ("epochs", 1e7, 0.0),
-        ("hessian_smoothing", 0.999, 0.0),
-        ("lora_dropout", 1e-10, 1.0),
-        ("weight_decay", 20.0, -1.0),
-        ("max_grad_norm", 1e-7, -1.0),
-        ("stop_loss", 2000.0, float("inf")),
-        ("stop_rise", 2000.0, 0.5),
-    ],
-)
-def test_a_run_holds_what_any_version_allowed(name: str, wide: float, never: float) -> None:
-    given: dict[str, Any] = {**TRAIN, "eval_every": 1, "method": "hizoo"}
-    given |= {"steps": 2 * config.MOST} if name != "epochs" else {}
-    given |= {"method": "mebp"} if name in ("max_grad_norm", "lora_dropout") else {}
-    assert getattr(RunConfig(**{**given, name: wide}), name) == wide
-    if name != "warmup_steps":
-        with pytest.raises(UsageError, match=f"\n  {name} is "):
-            TrainConfig(**{**TRAIN, "eval_every": 1, name: wide})
-    with pytest.raises(UsageError, match=f"\n  {name} is "):
-        RunConfig(**{**given, name: never})
 
 
 def test_a_refusal_says_what_is_usual() -> None:

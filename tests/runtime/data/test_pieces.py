@@ -12,7 +12,6 @@ from support.text_bundle import text_bundle
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from runtime.bundle.store import Bundle
-from runtime.core.errors import DataError
 from runtime.data.pieces import UNKNOWN, read_pieces, write_pieces
 from runtime.data.text_encoder import TextEncoder, load_encoder
 
@@ -91,11 +90,3 @@ def test_tokens_that_depend_on_their_place_are_not_taken_apart(
     tokenizer.decoder = decoders.WordPiece()
     assert not write_pieces(encoder_of(bundle, tokenizer), tmp_path / "pieces")
     assert not (tmp_path / "pieces").exists()
-
-
-def test_a_damaged_table_is_refused(bundle: Bundle, tmp_path: Path) -> None:
-    path = tmp_path / "pieces"
-    write_pieces(load_encoder(bundle.path), path)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match="is damaged"):
-        read_pieces(path)

@@ -73,7 +73,7 @@ def start(config, begin):
     return Dummy(
         begin.models,
         begin.adapters,
-        Activations(begin.scratch, begin.block_count, rows, shape),
+        Activations(begin.scratch, len(begin.adapters.manifest.blocks), rows, shape),
     )
 '''
 LINE = '    "dummy": Method("runtime.methods.dummy"),\n'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -18,17 +17,14 @@ from support.plans import LINUX, demand_of
 
 from runtime.arrays.values import Gradients
 from runtime.bundle.store import Bundle
-from runtime.config.train import TrainConfig
-from runtime.core.errors import DivergedError, UsageError
+from runtime.core.errors import DivergedError
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
 from runtime.methods.clipping import Clipping
 from runtime.methods.mebp import MeBP
 from runtime.methods.optimizer import GROUP_VALUES, Optimizer, groups
-from runtime.plan.demand import Demand
 from runtime.plan.plan import Request, Task
 from runtime.plan.planner import Planner
-from runtime.run import budget
 from runtime.storage.activations import Activations
 from runtime.storage.saves import VERSION
 
@@ -170,16 +166,3 @@ def test_the_plan_counts_the_scratch_file_and_no_further_memory(tiny: Tiny) -> N
         assert more == adapters_bytes
         held = adapters_bytes if accumulation > 1 else 0
         assert free.gradient_bytes - clipped.gradient_bytes == held
-
-
-def test_a_method_that_does_not_clip_is_refused(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No method may ignore the limit without a word."""
-    manifest = tiny("llama").manifest
-    config = TrainConfig(bundle="b", data="d", max_seq_length=16, max_grad_norm=0.5)
-    assert budget.training(config, manifest).demand.stores_gradients
-    other = SimpleNamespace(demand=lambda config: Demand(backward=True))
-    monkeypatch.setattr(budget, "method", lambda name: other)
-    with pytest.raises(UsageError, match=r"--max-grad-norm 0.5: mebp does not clip"):
-        budget.training(config, manifest)

@@ -81,10 +81,10 @@ def test_evaluations_are_read_again_as_they_were_made(tmp_path: Path) -> None:
     right = msgspec.to_builtins(whole)
     for odd in ({}, {**right, "loss": "low"}, {**right, "accuracy": None}, {**right, "rows": 1.5}):
         folder.write_json(EVALUATIONS, {**made, "4": odd})
-        with pytest.raises(BundleError, match=r"evaluations\.json is damaged: '4'"):
+        with pytest.raises(BundleError, match=r"evaluations\.json is damaged: "):
             folder.evaluations(5)
     folder.write_json(EVALUATIONS, {"soon": whole})
-    with pytest.raises(BundleError, match="'soon' is no step"):
+    with pytest.raises(BundleError, match=r"is damaged: .* - at `key`"):
         folder.evaluations(5)
 
 

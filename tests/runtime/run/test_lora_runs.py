@@ -155,7 +155,7 @@ def test_what_the_model_lacks_is_refused(bundle: Path, tmp_path: Path) -> None:
         ({"lora_layers": 0}, ("lora_layers is 0", "1 or more, or -1")),
         ({"lora_rank": 0}, ("lora_rank is 0",)),
         ({"lora_dropout": 1}, ("lora_dropout is 1", "from 0 to 0.99")),
-        ({"lora_dropout": 0.1, "method": "mezo"}, ("--lora-dropout 0.1 is not for mezo",)),
+        ({"lora_dropout": 0.1, "method": "mezo"}, ("--lora-dropout 0.1: mezo has no dropout",)),
     ):
         refused = here(*train_arguments(bundle, run, 2, **options))
         assert refused.returncode == 2 and not run.exists(), refused.stderr

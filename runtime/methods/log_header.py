@@ -7,15 +7,13 @@ estimator or the trained weights wrote it, and `runtime.methods.log` lists these
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from runtime.adapters.lora import LoraSettings
-from runtime.methods.noise import KINDS
 
 
 class Part:
@@ -42,7 +40,11 @@ class Part:
 
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any]) -> None:
-        """See `runtime.methods.log`; only one that has fields is asked."""
+        """Check its own among all fields that are not common; only one that has fields is asked.
+
+        Raises:
+            ValueError: one of them is missing or invalid, or cannot stand beside another's.
+        """
 
     def state(self) -> dict[str, Any]:
         """The state that the next step needs, for a save, as JSON."""
@@ -57,26 +59,23 @@ class Part:
 
 
 FORMAT = "ondevice-trajectory-1"
-REQUIRED = ("seed", "noise", "weight_decay", "weights_sha256", "initial_sha256")
-COMMON = (*REQUIRED, "lora", "format")
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(msgspec.Struct, frozen=True):
     """The fields of every log.
 
     `lora` are the fields of `LoraSettings`; empty where all parameters are trained. `more` comes
     after these in the line.
     """
 
-    seed: int
-    noise: str
-    weight_decay: float
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    noise: Annotated[str, msgspec.Meta(pattern=r"\A(gaussian|rademacher)\Z")]
+    weight_decay: Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
     weights_sha256: str
     initial_sha256: str
-    lora: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = {}
     format: str = FORMAT
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = {}
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Header:
@@ -90,27 +89,14 @@ class Header:
                 f"another version of ondevice wrote it: its format is {written!r:.80}, "
                 f"not {FORMAT!r}"
             )
-        missing = [name for name in REQUIRED if name not in facts]
-        if missing:
-            raise ValueError(f"its header lacks {', '.join(missing)}")
-        common = {name: facts[name] for name in COMMON if name in facts}
         more = {name: value for name, value in facts.items() if name not in COMMON}
-        header = cls(**common, more=more)
-        header._check()
+        try:
+            header = msgspec.convert({**facts, "more": more}, cls)
+        except msgspec.ValidationError as problem:
+            raise ValueError(f"its header: {problem}") from None
+        if header.settings is not None and (wrong := header.settings.problem):
+            raise ValueError(f"its LoRA {wrong}")
         return header
-
-    def _check(self) -> None:
-        if self.noise not in KINDS:
-            raise ValueError(f"its noise is {self.noise!r}; it must be one of {', '.join(KINDS)}")
-        if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"its seed is {self.seed!r}")
-        decay = self.weight_decay
-        if type(decay) not in (int, float) or not 0 <= decay < math.inf:
-            raise ValueError(f"its weight decay is {decay!r}")
-        if not all(isinstance(sha, str) for sha in (self.weights_sha256, self.initial_sha256)):
-            raise ValueError("its checksums are not text")
-        if self.settings is not None and (problem := self.settings.problem):
-            raise ValueError(f"its LoRA {problem}")
 
     @property
     def settings(self) -> LoraSettings | None:
@@ -122,6 +108,9 @@ class Header:
 
     def line(self) -> str:
         """The first line of the log."""
-        facts = asdict(self)
+        facts = msgspec.structs.asdict(self)
         more = facts.pop("more")
         return json.dumps({**facts, **more}) + "\n"
+
+
+COMMON = frozenset(Header.__struct_fields__) - {"more"}
