@@ -134,7 +134,7 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
     }
     # there are up to three, of a text, a turn and a message
     ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    if any(end is not None for end in ends[1:]):
+    if any(end is not None for end in ends):  # transformers ends answers by them alone
         ids = sorted({int(end) for end in ends if end is not None})
         files[GENERATION] = json.dumps({"eos_token_id": ids}).encode()
     return files

@@ -264,7 +264,7 @@ def _check_activation(
 
 def _refuse_others(folder: Path) -> None:
     """Raise UsageError for a bundle, a run or an adapter, which are no checkpoints."""
-    if kind_of(folder) in (Kind.BUNDLE, Kind.RUN, Kind.ADAPTER, Kind.BOTH):
+    if kind_of(folder) in (Kind.BUNDLE, Kind.RUN, Kind.COMPARISON, Kind.ADAPTER, Kind.BOTH):
         raise UsageError(f"{folder} is no checkpoint: {instead(folder, Kind.CHECKPOINT)}")
 
 

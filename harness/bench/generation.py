@@ -21,6 +21,7 @@ from harness.measure.provenance import repository_only
 from harness.measure.repeats import Outcome, Process, in_turn, most, spread, turn_ratio
 from harness.report.table import Table
 from runtime.core.errors import OnDeviceError
+from runtime.core.units import format_number
 from runtime.data.prompts import confined_prompt
 from runtime.machine.backend import cores
 
@@ -145,20 +146,16 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
             lines.append(
                 (
                     variant["name"],
-                    *around(variant["tokens_per_s"], _short),
-                    *around(variant["prompt_tokens_per_s"], _short),
+                    *around(variant["tokens_per_s"], format_number),
+                    *around(variant["prompt_tokens_per_s"], format_number),
                     megabytes(variant["peak_footprint_bytes"]),
-                    *around(variant["speed_ratio"], _short),
-                    *around(variant["peak_ratio"], _short),
+                    *around(variant["speed_ratio"], format_number),
+                    *around(variant["peak_ratio"], format_number),
                 )
             )
         if row["failed"]:
             lines.append((row["failed"], *[""] * (len(head) - 1)))
     return [Table("Generation: tokens per second and peak footprint", lines, 1)]
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}"
 
 
 GENERATION = Benchmark(

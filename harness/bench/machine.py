@@ -34,6 +34,7 @@ from harness.measure.repeats import Process, in_turn, most
 from harness.report.table import Table
 from runtime.bundle.store import open_bundle
 from runtime.config.methods import USUAL
+from runtime.core.units import format_number
 from runtime.machine.glibc import LONG_VALUE_BYTES
 from runtime.machine.machine import Heap, Machine
 from runtime.plan.block_peaks import wider_bytes
@@ -176,7 +177,7 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
     measured = [row["speeds"] for row in rows if "speeds" in row]
     for name in measured[0] if measured else ():
         middle = statistics.median(row[name] for row in measured)
-        speeds.append((name, f"{middle:.3g}"))
+        speeds.append((name, format_number(middle)))
     return [
         Table("Constants for `--machine`", shares, 1),
         variants_table("What they were fitted to", head, rows, 4, _cells),

@@ -15,6 +15,7 @@ from harness.config.compare import BY_METHOD, CompareConfig
 from runtime.config.base import load, to_toml
 from runtime.core.errors import UsageError
 from runtime.core.files import storage_errors, write_atomic
+from runtime.core.lookalikes import is_comparison
 from runtime.core.paths import output_path
 from runtime.data.run_rows import absolute as absolute_data
 
@@ -42,7 +43,7 @@ def open_folder(folder: Path, config: CompareConfig) -> None:
     Raises:
         UsageError: it holds a comparison with other settings, or other files.
     """
-    if (folder / CONFIG).exists():
+    if (folder / CONFIG).exists() and is_comparison(folder):
         try:
             known = replace(load(CompareConfig, folder / CONFIG, {}), output=config.output)
         except UsageError as problem:

@@ -14,6 +14,7 @@ from harness.doctor.finding import Finding, Status
 from harness.doctor.machine import computer
 from harness.measure.command import ondevice
 from runtime.core.errors import BudgetError, OnDeviceError
+from runtime.core.units import format_number
 from runtime.machine.machine_code import is_built_for, lacking
 
 PRODUCTS = "float32 products, GFLOP/s"
@@ -115,7 +116,7 @@ def _blas(probed: dict[str, Any]) -> Finding:
     text = f"{probed['blas']}, threads: {probed['threads']}"
     if probed["device"] == "gpu":
         text += "; the GPU multiplies"
-    text += f" at {rate:.3g} GFLOP/s in float32"
+    text += f" at {format_number(rate)} GFLOP/s in float32"
     facts = {"name": probed["blas"], "threads": probed["threads"], "speeds": probed["speeds"]}
     if probed["warning"]:
         return Finding("BLAS", Status.WARNING, text, probed["warning"], facts)

@@ -20,7 +20,7 @@ from harness.report.table import Table
 from runtime.core.documents import from_toml
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import read_file, write_atomic
-from runtime.core.lookalikes import Kind, instead
+from runtime.core.lookalikes import Kind, instead, is_comparison
 from runtime.core.paths import output_path
 from runtime.core.units import format_bytes, format_seconds
 from runtime.run.results import Evaluation, Step, final_loss
@@ -113,7 +113,7 @@ def read_run(path: Path, name: str) -> Run:
         UsageError: there is none.
         BundleError: one of its files is damaged.
     """
-    if not (path / CONFIG).exists():
+    if not (path / CONFIG).exists() or is_comparison(path):
         why = instead(path, Kind.RUN) or f"it has no {CONFIG}; give what --output named"
         raise UsageError(f"{path} holds no run: {why}")
     try:

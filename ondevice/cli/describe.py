@@ -13,7 +13,7 @@ from runtime.bundle.manifest import Manifest, Quality
 from runtime.bundle.store import Bundle
 from runtime.bundle.trusted import are_trusted
 from runtime.core.control_characters import escaped
-from runtime.core.units import counted, format_bytes
+from runtime.core.units import counted, format_bytes, format_number
 
 if TYPE_CHECKING:
     from runtime.run.results import Evaluation, EvaluationResult, Generation, TrainResult
@@ -354,7 +354,7 @@ def describe_summary(summary: TrainResult) -> str:
     loss = "" if final is None else f", final training loss {final:.4f}{mean}"
     epochs = ""
     if summary.epochs is not None:  # how often all rows were trained on
-        epochs = f" ({summary.epochs:.3g} epoch{'' if summary.epochs == 1 else 's'})"
+        epochs = f" ({format_number(summary.epochs)} epoch{'' if summary.epochs == 1 else 's'})"
     speed = "no step was needed"
     if summary.steps:
         speed = (
@@ -424,4 +424,4 @@ def describe_generation(done: Generation) -> str:
 
 
 def _speed(tokens_per_s: float | None) -> str:
-    return "" if tokens_per_s is None else f", {tokens_per_s:.3g} tokens/s"
+    return "" if tokens_per_s is None else f", {format_number(tokens_per_s)} tokens/s"

@@ -45,7 +45,8 @@ def outcome_of(command: Callable[[], None]) -> int:
 
     signals.handle(interrupt)
     try:
-        code = _code_of(command)
+        with signals.raised_at_last():
+            code = _code_of(command)
     except BaseException as problem:
         if not (arrived or isinstance(problem, KeyboardInterrupt)):
             raise

@@ -188,7 +188,7 @@ def storage_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
             needed = f", {needed_bytes / 1e6:.0f} MB needed" if needed_bytes else ""
             raise StorageError(
                 f"the disk is full: {problem.strerror} while writing {path} "
-                f"({free / 1e6:.0f} MB free{needed}); make room and start again"
+                f"({free / 1e6:.0f} MB free{needed}); make room"
             ) from problem
         why = problem.strerror or f"{problem}; is the disk full?"  # NumPy's has only a text
         raise StorageError(f"cannot write {path}: {why}") from problem

@@ -20,6 +20,7 @@ class Kind(StrEnum):
     NOTHING = "nothing"
     BUNDLE = "a bundle"
     RUN = "a run"
+    COMPARISON = "a comparison"
     ADAPTER = "an adapter"
     BOTH = "a Hugging Face checkpoint and an adapter in one folder"
     CHECKPOINT = "a Hugging Face checkpoint"
@@ -34,6 +35,7 @@ _WAYS = {
     "ondevice train {path} --data DATA",
     Kind.RUN: "go on with it by ondevice train --resume {path}, or use it with its bundle: "
     "ondevice generate BUNDLE --adapter {path}",
+    Kind.COMPARISON: "its runs are in {path}/runs, and the same ondevice compare goes on with it",
     Kind.ADAPTER: "use it with its bundle: ondevice generate BUNDLE --adapter {path}",
     Kind.BOTH: "move one of them elsewhere: config.json and model*.safetensors are the checkpoint, "
     "to be exported (ondevice export {path} -o BUNDLE), and adapter* is what --adapter takes",
@@ -52,11 +54,16 @@ def kind_of(path: Path) -> Kind:
     if "manifest.json" in names:
         return Kind.BUNDLE
     if "config.toml" in names:
-        return Kind.RUN
+        return Kind.COMPARISON if {"runs", "sweep"} <= names else Kind.RUN
     if names & ADAPTER_FILES:
         has_model = "config.json" in names and any(map(_MODEL.fullmatch, names))
         return Kind.BOTH if has_model else Kind.ADAPTER
     return Kind.CHECKPOINT if "config.json" in names else Kind.FOLDER
+
+
+def is_comparison(path: Path) -> bool:
+    """Whether `ondevice compare` has begun there, whose settings have the name of a run's."""
+    return kind_of(path) is Kind.COMPARISON
 
 
 def instead(path: Path, wanted: Kind) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import termios
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OUTPUTS = (1, 2)  # stdout and stderr
+_AGAIN_S = 0.02  # by then a finalizer is over
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -45,6 +48,30 @@ def handled(handler: Handler) -> Iterator[None]:
     finally:
         for number, handler_before in before.items():
             signal.signal(number, handler_before)
+
+
+@contextmanager
+def raised_at_last() -> Iterator[None]:
+    """Send a signal again whose KeyboardInterrupt came where nothing can be raised.
+
+    That is in a finalizer or a callback of a library: Python prints the exception there, and the
+    program would go on.
+    """
+    before = sys.unraisablehook
+
+    def again(lost: sys.UnraisableHookArgs) -> None:
+        if lost.exc_type is KeyboardInterrupt:
+            heard = next(number for number in ENDING if callable(signal.getsignal(number)))
+            main = threading.main_thread().ident
+            threading.Timer(_AGAIN_S, signal.pthread_kill, [main, heard]).start()
+        else:
+            before(lost)
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def ignore() -> None:

@@ -72,6 +72,11 @@ def format_bytes(size_bytes: int, *, up: bool = False) -> str:
     return f"{number} {name}"
 
 
+def format_number(value: float) -> str:
+    """A number to three digits or more, never as a power: "0.025", "40.8", "1,370"."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def format_seconds(seconds: float) -> str:
     """A time to about three digits: "0.25 s", "12.3 s", "4 min 05 s", "3 h 20 min"."""
     if seconds < 99.95:

@@ -82,7 +82,9 @@ class ChatTemplate:
         of functions, for templates that show them. Raises ValueError if it is no such list,
         or where the template refuses it (roles in a wrong order, say).
         """
-        return self._render(checked_messages(messages, self.words), checked_tools(tools), asks=True)
+        return self._render(
+            checked_messages(messages, self.quoted), checked_tools(tools), asks=True
+        )
 
     def text(self, messages: Messages, tools: Messages | None = None) -> str:
         """The whole conversation, of checked messages. Raises ValueError as `prompt` does."""
@@ -113,12 +115,17 @@ class ChatTemplate:
     @cached_property
     def words(self) -> frozenset[str]:
         """The names, and the texts in quotes, of which the template's program is made."""
-        return frozenset(
-            word.strip("'\"")
-            for template in self._templates.values()
-            for _, kind, word in _words(template)
-            if kind in ("name", "string")
-        )
+        return self.quoted | self._of_kind("name")
+
+    @cached_property
+    def quoted(self) -> frozenset[str]:
+        """The texts in quotes, such as the roles that the template tells apart."""
+        return self._of_kind("string")
+
+    def _of_kind(self, kind: str) -> frozenset[str]:
+        templates = self._templates.values()
+        lexed = (word for template in templates for word in _words(template))
+        return frozenset(word.strip("'\"") for _, its, word in lexed if its == kind)
 
     def having(self, variables: dict[str, Any]) -> ChatTemplate:
         """The template that is given further values by name, such as `enable_thinking`.

@@ -30,6 +30,8 @@ ROLES = {
     "ipython": "tool",
 }
 """The names of speakers in lower case, and the roles that templates know them by."""
+_RESULTS = ("tool", "observation", "ipython", "tool_response", "function_response")
+"""Names of the role of tools' results; "function" is quoted as a key of declarations, too."""
 CALLERS = ("function_call", "tool_call")
 """Speakers whose text is a call, or a list of calls, as JSON (LLaMA-Factory, ms-swift)."""
 
@@ -59,15 +61,16 @@ def as_text(value: object) -> object:
     return json.dumps(value) if abs(value) < math.inf else value  # no cell would hold infinity
 
 
-def checked_messages(messages: object, words: Collection[str] = ()) -> Messages:
+def checked_messages(messages: object, quoted: Collection[str] = ()) -> Messages:
     """`messages` with text contents, without empty fields, and with tools' arguments as objects.
 
-    Content may be a list of texts, or of parts that are text. Roles become those of `ROLES`, but
-    for one that the template has among its `words`. Raises ValueError, naming the message.
+    Content may be a list of texts, or of parts that are text. Roles become those of `ROLES`, or
+    other names for them that the template has among its `quoted` texts. Raises ValueError, naming
+    the message.
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages is not a list with messages in it")
-    return [_checked(number, message, words) for number, message in enumerate(messages, 1)]
+    return [_checked(number, message, quoted) for number, message in enumerate(messages, 1)]
 
 
 def checked_tools(tools: object) -> Messages | None:
@@ -94,11 +97,11 @@ def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, float) and value != value)  # NaN
 
 
-def _checked(number: int, message: object, words: Collection[str]) -> dict[str, Any]:
+def _checked(number: int, message: object, quoted: Collection[str]) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} has no role; write role and content")
     fields = cleaned(message)
-    fields["role"] = _role(number, fields["role"], words)
+    fields["role"] = _role(number, fields["role"], quoted)
     calls = fields.pop("tool_calls", None)
     if not calls and (call := fields.pop("function_call", None)):
         calls = [{"type": "function", "function": call}]
@@ -179,15 +182,15 @@ def _from_python(text: str) -> object:
     return text if is_deeper(value, MOST_DEPTH) else value
 
 
-def _role(number: int, role: str, words: Collection[str]) -> str:
+def _role(number: int, role: str, quoted: Collection[str]) -> str:
+    """The name by which a template of these `quoted` texts knows a role."""
     known = ROLES.get(role.lower())
     if known in ("user", "assistant"):  # whose own words templates write in place of these
         return known
-    if role in words or role in ROLES.values():
-        return role
-    if known is None:
+    names = [*_RESULTS, role] if known == "tool" else [role]
+    if known is None and role not in quoted:
         raise ValueError(
             f"message {number} has the role {role!r}, which the chat template does not name; "
             f"known are {', '.join([*ROLES, *CALLERS])}"
         )
-    return known
+    return next((name for name in names if name in quoted), known or role)

@@ -190,13 +190,13 @@ def _example(row: Record, has_template: bool) -> tuple[str, Example]:
             "it has a preferred and another answer, and pairs are not trained on; write its input "
             "and the preferred one as messages"
         )
-    raise ValueError(f"{EXPECTED}; it has {_shown(row)}")
+    raise ValueError(f"{EXPECTED}; it has {shown(row)}")
 
 
 _NO_TEXT = {dict: " (an object)", list: " (a list)", bool: " (true or false)"}
 
 
-def _shown(record: Record) -> str:
+def shown(record: Record) -> str:
     """The names of a record's fields, for a message; and of those without text, their kind."""
     shown = [f"{key!r:.40}{_NO_TEXT.get(type(value), '')}" for key, value in record.items()]
     return ", ".join(shown[:9]) or "no field with a value"
@@ -206,7 +206,7 @@ def _renamed(record: Record, columns: dict[str, str]) -> Record:
     missing = [theirs for theirs in columns.values() if theirs not in record]
     if missing:
         raise ValueError(
-            f"it has no field {missing[0]!r}, which --columns names; it has {_shown(record)}"
+            f"it has no field {missing[0]!r}, which --columns names; it has {shown(record)}"
         )
     return {**record, **{ours: record[theirs] for ours, theirs in columns.items()}}
 

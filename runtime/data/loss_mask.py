@@ -155,7 +155,7 @@ def _conversation(
         if name not in read
     ]
     chat = chat.having(read)
-    messages, tools = checked_messages(example.messages, chat.words), checked_tools(example.tools)
+    messages, tools = checked_messages(example.messages, chat.quoted), checked_tools(example.tools)
     switches = [_is_scored(number, message) for number, message in enumerate(messages, 1)]
     lost += not_read_in(messages, chat)
     messages, ended = _without_ends([_for_template(m, chat) for m in messages], chat, encoder)

@@ -16,6 +16,7 @@ from runtime.core.documents import from_json_once, from_json_values
 from runtime.core.errors import DataError
 from runtime.core.lookalikes import FETCH, LFS_POINTER
 from runtime.core.notes import Note, silent
+from runtime.data.fields import shown
 
 Records = Iterator[tuple[str, object]]
 """The place of each record in its file, and the record, or the ValueError that it was."""
@@ -81,6 +82,8 @@ def encoding_of(file: Path, say: Note = silent) -> str:
         raise DataError(f"{file} is a Parquet file; name it .parquet")
     if _is_page(head):
         say("a web page, of which its markup is learnt too")
+    if suffix_of(file) == TEXT and head.lstrip().startswith((b'{"', b'[{"')):
+        say("JSON, learnt as it stands; name the file .jsonl to have its rows read")
     for mark, encoding in _BYTE_ORDER_MARKS.items():
         if head.startswith(mark):
             say(f"in {encoding.upper()}")
@@ -169,19 +172,22 @@ def _text(file: Path, encoding: str) -> str:
 
 def _loaded(text: str | bytes) -> object:
     try:
+        text = text.decode(_UTF8) if isinstance(text, bytes) else text  # json.loads guesses others
         return from_json_once(text)
     except UnicodeDecodeError as error:
         return ValueError(f"{error}; save the file in UTF-8")
     except ValueError as error:
-        return ValueError(f"{error}{_hint(text if isinstance(text, bytes) else text.encode())}")
+        return ValueError(f"{error}{_hint(str(text))}")
 
 
-def _hint(text: bytes) -> str:
+def _hint(text: str) -> str:
     """The likely cause why a text is no JSON; empty where none is known."""
-    if text.lstrip().startswith(b"{'"):
+    if text.lstrip().startswith("{'"):
         return "; it is Python's notation: write it with json.dumps"
-    if text.rstrip().endswith(b"},"):
+    if text.rstrip().endswith("},"):
         return "; there is a comma after it: leave that out"
+    if "\0" in text:
+        return "; there are zeros in place of text, as after a crash: fetch or write the file again"
     return ""
 
 
@@ -218,6 +224,7 @@ def _json(file: Path, say: Note) -> Records:
     if isinstance(whole, ValueError) and (rows := _one_after_another(text)):
         return _listed(rows, "over several lines each", say)
     why = f": {whole}" if isinstance(whole, ValueError) else ""
+    why = f", but an object with {shown(whole)}" if isinstance(whole, dict) else why
     raise DataError(f"{file} holds no JSON list of rows{why}; write one row a line as .jsonl")
 
 

@@ -133,6 +133,10 @@ def not_written(
         dropped = f"{chat.name} does not write its tool calls"
     lost = []
     for at, message in enumerate(messages):
+        if message["role"] not in _WHOLE:  # a result of a tool, which may be written as JSON
+            other = {**message, "content": f"{message['content']}?"}
+            if _same_text(chat, [*messages[:at], other, *messages[at + 1 :]], tools, text):
+                lost.append(f"a message of {message['role']!r}, which {chat.name} does not write")
         for key in not_read(message, MESSAGE):
             if key not in chat.words and key not in REASONING:
                 continue  # which is named already
@@ -151,7 +155,7 @@ def not_written(
     return tuple(warnings), dropped, tuple(_once(lost))
 
 
-_WHOLE = ("system", "user", ASSISTANT)  # results of tools may be written as JSON
+_WHOLE = ("system", "user", ASSISTANT)  # whose texts are written as they stand
 
 
 def _keys(call: dict[str, object]) -> list[str]:

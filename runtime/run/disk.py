@@ -19,7 +19,7 @@ from runtime.plan.plan import Plan, scratch_files
 from runtime.run.budget import training
 from runtime.run.folder import RunFolder
 from runtime.run.team import Team
-from runtime.storage.saves import SLOTS
+from runtime.storage.saves import CONFIG, SLOTS
 
 
 class Place(NamedTuple):
@@ -102,9 +102,11 @@ def check_disk(
         if free is None or needed <= free:
             continue
         sizes = [f"{name} {format_bytes(size, up=True)}" for name, size in files.items() if size]
+        there = (folder.path / CONFIG).exists()
+        way_out = "move its folder to another disk" if there else "choose another --output"
         whose = f"'s {counted(len(ranks), 'process', 'processes')} on {host}"
         raise StorageError(
             f"the run{whose if team.size > 1 else ''} will write {format_bytes(needed, up=True)} "
             f"to {places[ranks[0]].folder}, where {format_bytes(free)} are free: "
-            f"{', '.join(sizes)}; make room, or choose another --output"
+            f"{', '.join(sizes)}; make room, or {way_out}"
         )

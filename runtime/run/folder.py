@@ -32,6 +32,7 @@ from runtime.config.base import read_values
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import flush_path, read_file, remove, storage_errors, write_atomic
+from runtime.core.lookalikes import is_comparison
 from runtime.core.paths import output_path, text_path
 from runtime.core.version import __version__, of_another_version
 from runtime.data.hub import FOLDER
@@ -107,7 +108,7 @@ class RunFolder:
 
     def _check_free(self) -> None:
         output_path(self.path)
-        if (self.path / CONFIG).exists():
+        if (self.path / CONFIG).exists() and not is_comparison(self.path):
             raise UsageError(
                 f"{self.path} holds a run already; go on with it (ondevice train --resume "
                 f"{self.path}) or choose another --output"

@@ -10,7 +10,7 @@ from runtime.bundle.store import Bundle
 from runtime.config.base import load, to_toml
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
-from runtime.core.lookalikes import Kind, instead
+from runtime.core.lookalikes import Kind, instead, is_comparison
 from runtime.core.notes import silent, warning
 from runtime.core.units import counted, format_bytes
 from runtime.data.run_rows import absolute, open_run_rows
@@ -66,7 +66,7 @@ def resume(path: Path, events: Events, wanted: dict[str, Any]) -> TrainResult:
 def _resume(path: Path, events: Events, wanted: dict[str, Any], team: Team) -> TrainResult:
     """See `resume`; on rank 0."""
     folder = RunFolder(path)
-    if not (path / CONFIG).exists():
+    if not (path / CONFIG).exists() or is_comparison(path):
         why = instead(path, Kind.RUN) or (
             f"it has no {CONFIG}, which is there from the first step on; start the training with "
             f"--output {path}"

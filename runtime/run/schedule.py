@@ -9,7 +9,7 @@ from runtime.config.methods import METHODS
 from runtime.config.train import RANDOM_STEPS, TrainConfig
 from runtime.core.errors import UsageError
 from runtime.core.notes import Note
-from runtime.core.units import counted
+from runtime.core.units import counted, format_number
 from runtime.data.samples import Samples
 
 
@@ -63,7 +63,7 @@ def _batches(config: TrainConfig) -> str:
 
 
 def _of(epochs: float, config: TrainConfig, samples: Samples) -> str:
-    number = f"{epochs:.3g}" if epochs < 1000 else f"{epochs:,.0f}"
+    number = format_number(epochs)
     kind = "packed sequence" if config.pack else "row"
     return f"{number} epoch{'s' * (number != '1')} of {counted(len(samples), kind)}"
 

@@ -17,7 +17,13 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
-from runtime.core.errors import BudgetError, DivergedError, InterruptedRunError, WorkerError
+from runtime.core.errors import (
+    BudgetError,
+    DivergedError,
+    InterruptedRunError,
+    StorageError,
+    WorkerError,
+)
 from runtime.core.signals import Stop, catching_signals, cause
 from runtime.data.rows import Rows
 from runtime.engine.sample import Sample
@@ -41,7 +47,7 @@ from runtime.run.results import (
     read_steps,
 )
 from runtime.run.schedule import epochs_of, learning_rate
-from runtime.storage.saves import SLOTS
+from runtime.storage.saves import CONFIG, SLOTS
 
 PACED = 4  # steps by which the workers' speeds are measured; the first does not count
 SKIPS = 10  # steps in a row without a finite loss that end a run
@@ -88,6 +94,10 @@ class Trainer:
                     fleet.end()
             except WorkerError as problem:
                 raise self._without(problem) from None
+            except StorageError as problem:
+                if self.team.rank or not (self.folder.path / CONFIG).exists():  # it was moved
+                    raise
+                raise StorageError(f"{problem}; {self._saved_last}") from problem
         return self._finish()
 
     def _run(self) -> None:
@@ -145,9 +155,7 @@ class Trainer:
         whole = not self._in_step or self.method.whole
         if whole and not problem.differs:
             self._write_save()
-        save = self.folder.saves.latest()
-        step = 0 if save is None else self.folder.saves.step_of(save)
-        again = "nothing was saved yet; start again" if save is None else self._saved_after(step)
+        again = self._saved_last
         if problem.differs and self.config.trains_all:
             again += f", after removing {SLOTS} there: then the weights are rebuilt from the log"
         return WorkerError(f"{problem}; {again}", problem.exit_code)
@@ -189,9 +197,15 @@ class Trainer:
             return f"after step {self.done}"  # rank 0 saves, and says so
         return self._saved_after(self.done)
 
+    @property
+    def _saved_last(self) -> str:
+        """The same for a run whose last save may be older, or which has none."""
+        save = self.folder.saves.latest()
+        return self._saved_after(0 if save is None else self.folder.saves.step_of(save))
+
     def _saved_after(self, step: int) -> str:
-        path = self.folder.path
-        return f"its state after step {step} is saved; go on with: ondevice train --resume {path}"
+        state = f"its state after step {step} is saved" if step else "nothing was saved yet"
+        return f"{state}; go on with: ondevice train --resume {self.folder.path}"
 
     @property
     def ended(self) -> str:

@@ -103,6 +103,7 @@ def test_sentencepiece_configuration() -> None:
     config = json.loads(files["tokenizer_config.json"])
     assert config["bos_token"] == "<bos>" and config["eos_token"] == "<eos>"
     assert config["add_bos_token"] is True and config["chat_template"] == "{{ x }}"
+    assert json.loads(files["generation_config.json"]) == {"eos_token_id": [1]}
     tokenizer = load(files)
     for token, index in (("<pad>", 0), ("<bos>", 2), ("\n", 5), ("<0x00>", 6), ("▁b", 274)):
         assert tokenizer.token_to_id(token) == index

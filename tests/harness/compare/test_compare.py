@@ -261,7 +261,7 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no bucket"):
         compare(given, id, refuses)
     assert list((tmp_path / "out").iterdir()) == []
-    (tmp_path / "out" / "mine").touch()
+    (tmp_path / "out" / "config.toml").touch()  # of a run, say
     with pytest.raises(UsageError, match="other files"):
         compare(given, id, Runs(by_rate))
 

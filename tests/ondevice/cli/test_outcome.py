@@ -9,6 +9,7 @@ import os
 import resource
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -270,3 +271,31 @@ def test_text_beyond_the_encoding_of_a_stream_ends_nothing() -> None:
         )
         assert (done.returncode, done.stderr) == (0, b"")
         assert done.stdout.rstrip().endswith(b" end")
+
+
+LOST = """
+import signal, sys, time
+from ondevice.cli.outcome import outcome_of
+
+class Dropped:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+def command():
+    Dropped()
+    time.sleep(9)
+    print("went on")
+
+sys.exit(outcome_of(command))
+"""
+
+
+@pytest.mark.parametrize("ignored", [(), (signal.SIGINT,)], ids=["heard", "SIGINT ignored"])
+def test_a_signal_within_a_finalizer_ends_the_command(ignored: tuple[int, ...]) -> None:
+    def ignore() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
+    words = [sys.executable, "-c", LOST]
+    done = subprocess.run(words, capture_output=True, text=True, preexec_fn=ignore)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "ondevice: interrupted\n")

@@ -25,6 +25,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
         if file:
             (folder / name / file).write_text("{}")
+    for name in ("runs", "sweep"):
+        (folder / "comparison" / name).mkdir(parents=True)
+    (folder / "comparison" / "config.toml").write_text("")
     (folder / "both").mkdir()
     for file in ("config.json", "model.safetensors", "adapter_config.json"):
         (folder / "both" / file).write_text("{}")
@@ -36,6 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_kinds_are_told_by_their_files(place: Path) -> None:
     found = {name: kind_of(place / name) for name in ("bundle", "run", "adapter", "checkpoint")}
     assert list(found.values()) == [Kind.BUNDLE, Kind.RUN, Kind.ADAPTER, Kind.CHECKPOINT]
+    assert kind_of(place / "comparison") is Kind.COMPARISON
     assert kind_of(place / "empty") is Kind.FOLDER
     assert kind_of(place / "none") is Kind.NOTHING
     assert kind_of(place / "m.gguf") is Kind.GGUF
@@ -61,8 +65,12 @@ def test_kinds_are_told_by_their_files(place: Path) -> None:
         (["train", "--resume", "none"], "holds no run to resume: there is no such folder"),
         (["replay", "bundle"], "bundle is no run: it is a bundle"),
         (["replay", "none"], "none is no run: there is no such folder"),
+        (["train", "--resume", "comparison"], "to resume: it is a comparison; its runs are in com"),
+        (["report", "comparison"], "it is a comparison; its runs are in comparison/runs, and the"),
+        (["replay", "comparison"], "comparison is no run: it is a comparison"),
         (["report", "bundle"], "bundle holds no run: it is a bundle"),
         (["export", "bundle", "-o", "x"], "bundle is no checkpoint: it is a bundle"),
+        (["export", "comparison", "-o", "x"], "comparison is no checkpoint: it is a comparison; "),
         (["export", "run", "-o", "x"], "run is no checkpoint: it is a run"),
         (["export", "both", "-o", "x"], "a Hugging Face checkpoint and an adapter in one folder; "),
     ],

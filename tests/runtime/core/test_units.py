@@ -1,10 +1,10 @@
-"""Times as people write them."""
+"""Numbers and times as people write them."""
 
 from __future__ import annotations
 
 import pytest
 
-from runtime.core.units import format_seconds
+from runtime.core.units import format_number, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,18 @@ from runtime.core.units import format_seconds
 )
 def test_seconds_to_about_three_digits(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0251, "0.0251"),
+        (1.0, "1"),
+        (40.84, "40.8"),
+        (999.4, "999"),
+        (999.6, "1,000"),
+        (1373, "1,373"),
+    ],
+)
+def test_numbers_to_three_digits_or_more(value: float, text: str) -> None:
+    assert format_number(value) == text

@@ -232,7 +232,11 @@ def test_what_is_unusual_about_a_file_is_counted_with_its_format(bundle: Path) -
     ("name", "content", "complaint"),
     [
         ("a.jsonl", b'[{"text": "a"},\n{"text"', "holds a JSON array that is broken: .*line 2"),
-        ("a.json", b'{"a": 1, "b": [2]}', "holds no JSON list of rows; write one row a line"),
+        (
+            "a.json",
+            b'{"a": 1, "b": [2]}',
+            r"holds no .*, but an object with 'a', 'b' \(a list\); wr",
+        ),
         ("a.json", b'{"messages": [{"role": "user"}]}', "holds no JSON list of rows"),
         ("a.csv", b"text\n\xe9\xe9\n", "is not text in UTF-8"),
         ("a.jsonl", "[".encode("utf-16") + b"1", "is not text in UTF-16"),
@@ -264,11 +268,18 @@ def test_a_broken_file_is_refused_by_its_cause(
         )
 
 
-def test_a_web_page_may_be_text(bundle: Path) -> None:
-    file = bundle.parent / "page.txt"
-    file.write_text("<html>a")
-    rows = tokenize(bundle, file, 8, bundle.parent / "out")
-    assert len(rows) == 1 and "plain text, a web page, of which its markup" in str(rows.report)
+@pytest.mark.parametrize(
+    ("content", "how"),
+    [
+        ("<html>a", "plain text, a web page, of which its markup"),
+        (LINES, "plain text, JSON, learnt as it stands; name the file .jsonl"),
+        (json.dumps(ROWS), "plain text, JSON, learnt as it stands"),
+    ],
+)
+def test_text_that_is_more_is_named(bundle: Path, content: str, how: str) -> None:
+    file = bundle.parent / "a.txt"
+    file.write_text(content)
+    assert how in str(tokenize(bundle, file, 400, bundle.parent / "out").report)
 
 
 def test_a_table_that_begins_as_parquet_does_is_read(tmp_path: Path) -> None:
@@ -328,6 +339,8 @@ def test_a_list_in_python_s_notation_is_refused(bundle: Path) -> None:
         (b'{"text": "a", "id": ' + 5000 * b"9" + b"}", "line 1: it has a whole number of more tha"),
         (b'{"text": "a", "text": "b"}', "line 1: it has the key 'text' twice"),
         (b'{"text": "\xe9"}', "line 1: .*save the file in UTF-8"),
+        (40 * b"\0", "line 1: Expecting value: .*zeros in place of text, as after a crash"),
+        (b'{"text": "a"}\n' + 39 * b"\0", "line 2: Expecting value: .*zeros in place of text"),
     ],
 )
 def test_a_line_is_refused_by_its_cause(bundle: Path, line: bytes, complaint: str) -> None:

@@ -428,6 +428,36 @@ def test_a_word_of_the_template_is_no_role_of_its_own(tmp_path: Path, name: str)
     assert scored(rows)[0].endswith("yes<eos>")
 
 
+NAMED = (
+    "{% for m in messages %}{% if m.role == 'user' or m.role == 'RESULT' %}{{ m.role }}: "
+    "{{ m.content | tojson }}<eos>{% elif m.role == 'assistant' %}assistant: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}<eos>{% endif %}"
+    "{% endfor %}{{ 'assistant: ' if add_generation_prompt else '' }}"
+)
+"""A template that tells roles apart by their names, and reads what it calls `function`."""
+
+
+@pytest.mark.parametrize("theirs", ["tool", "observation", "ipython"])
+@pytest.mark.parametrize("name", ["function", "tool", "observation", "ipython", "Function"])
+def test_a_result_has_the_role_that_the_template_names(
+    tmp_path: Path, theirs: str, name: str
+) -> None:
+    template = NAMED.replace("RESULT", theirs)
+    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
+    called = {"role": "assistant", "content": None, "function_call": OLDER}
+    rows = read(bundle, {"messages": [ASKED, called, {"role": name, "content": "ten"}, ANSWER]})
+    written = f'user: "a?"<eos>assistant: clock<eos>{theirs}: "ten"<eos>assistant: yes<eos>'
+    assert texts(rows) == [written]
+    assert "a message" not in str(rows.report.lost)
+
+
+def test_a_result_that_the_template_does_not_write_is_counted(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": NAMED})
+    rows = read(bundle, {"messages": [ASKED, {"role": "tool", "content": "ten"}, ANSWER]})
+    written = "which the chat template of bundle does not write"
+    assert rows.report.lost == {f"a message of 'tool', {written}": 1}
+
+
 def test_a_system_is_text(bundle: Path) -> None:
     rows = read(bundle, {**ALPACA, "system": 5}, {"conversations": [HUMAN, ANSWER], "system": 5})
     assert texts(rows) == ["system: 5<eos>" + CHATTED] * 2

@@ -237,7 +237,11 @@ def test_rows_with_tokens_that_the_model_does_not_embed_are_left_out(tmp_path: P
         ("a.jsonl", b"[" * 100_000, "line 1: "),
         ("a.jsonl", b'{"prompt": "much too long", "completion": "x"}', "every row is too long"),
         ("a.json", b"{", "holds no JSON list of rows: "),
-        ("a.json", b'{"a": 1, "b": 2}', "holds no JSON list of rows; write one row a line"),
+        (
+            "a.json",
+            b'{"a": 1, "b": 2}',
+            "no JSON list of rows, but an object with .a., .b.; write one row",
+        ),
         ("a.csv", b"prompt,completion\na", "line 2: it has not as many cells as the header"),
         ("a.csv", b"prompt,completion\na,b,c", "line 2: it has not as many cells as the header"),
         ("a.csv", b'prompt,completion\n"a', "line 1: unexpected end of data"),

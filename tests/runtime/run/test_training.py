@@ -366,6 +366,7 @@ def test_disk_full_while_training_keeps_the_last_save(bundle: Path, tmp_path: Pa
         _, said = process.communicate(timeout=HANGS_S)
         assert process.returncode == 5, said
         assert "disk is full" in said and "Traceback" not in said
+        assert f"; go on with: ondevice train --resume {run}" in said
         # two where it was full after a save was whole and before the one before it was removed
         assert 1 <= len(list(run.glob("saves/step-*"))) <= 2
         filler.unlink()
