@@ -21,7 +21,13 @@ from gguf.quants import dequantize
 
 from export.sources.families import build_model, normalise_config, parameter_shapes
 from export.sources.gguf_blocks import TRANSCODINGS, Transcoding, transcode
-from export.sources.gguf_config import FURTHER, read_config, rope_tables
+from export.sources.gguf_config import (
+    FURTHER,
+    as_in_file,
+    read_config,
+    rope_tables,
+    supported_family,
+)
 from export.sources.gguf_file import GGUFFile, GGUFTensor
 from export.sources.gguf_keys import unknown_metadata
 from export.sources.gguf_names import (
@@ -55,11 +61,14 @@ class GGUFCheckpoint(Checkpoint):
         self._file = GGUFFile(path)
         meta = self._file.metadata
         arch = str(meta.get("general.architecture"))
+        unknown = unknown_metadata(meta, supported_family(meta, str(path)), str(path))
         raw = read_config(self._file, str(path))
-        unknown = unknown_metadata(meta, raw["model_type"], str(path))
-        config = normalise_config(raw, str(path), "output.weight" in self._file.tensors)
-        family = str(config["model_type"])
-        model = build_model(family, config, str(path))
+        try:
+            config = normalise_config(raw, str(path), "output.weight" in self._file.tensors)
+            family = str(config["model_type"])
+            model = build_model(family, config, str(path))
+        except BundleError as problem:
+            raise as_in_file(problem, raw["model_type"], arch) from problem
         expected = parameter_shapes(model)
         self._stored = _stored_names(self._file, raw, expected)
         for name, stored in self._stored.items():

@@ -102,6 +102,15 @@ OF_SCALING = {
         "attention.temperature_scale": "llama_4_scaling_beta",
     }
 }
+# transformers' names of what every file has -> the entries
+_SIZES = {
+    **{"num_hidden_layers": "block_count", "hidden_size": "embedding_length"},
+    **{"intermediate_size": "feed_forward_length", "head_dim": "attention.key_length"},
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+}
 # whether the weights of a token's experts are divided by their sum, of which files say nothing
 _NORMED = {"qwen3_moe": True, "qwen2_moe": False, "olmoe": False}
 # a setting -> the layers of which one has a bias where it is on
@@ -130,6 +139,13 @@ def entries_of(family: str) -> dict[str, str]:
     rms = "attention.layer_norm_rms_epsilon", _RMS_NORMS.get(family, "rms_norm_eps")
     with_mean = "attention.layer_norm_epsilon", _LAYER_NORMS.get(family, "")
     return {**_OTHERS.get(family, {}), **dict([with_mean if family in _LAYER_NORMS else rms])}
+
+
+def as_in_file(problem: BundleError, family: str, arch: str) -> BundleError:
+    """The error to raise for one about a configuration, with the entries of what it names."""
+    names = {**_SIZES, **{name: key for key, name in entries_of(family).items()}}
+    said = [f"{name} is {arch}.{key}" for name, key in names.items() if name in str(problem)]
+    return BundleError(f"{problem} (in the file {', '.join(said)})") if said else problem
 
 
 class Described(Protocol):
@@ -187,18 +203,24 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     return stated
 
 
+def supported_family(metadata: Mapping[str, Any], where: str) -> str:
+    """The family of a file's model. Raises BundleError where its architecture is not known."""
+    family = family_of(metadata)
+    if family is None:
+        arch = metadata.get("general.architecture")
+        raise BundleError(
+            f"{where}: general.architecture = {arch!r:.60} is not supported; "
+            f"supported are {', '.join(sorted({*ARCHITECTURES.values(), *SEEING}))}"
+        )
+    return family
+
+
 def read_config(file: Described, where: str) -> dict[str, Any]:
     """The configuration in the spelling of a Hugging Face config.json.
 
     Raises BundleError for another architecture, or metadata that is missing or makes no sense.
     """
-    family = family_of(file.metadata)
-    if family is None:
-        arch = file.metadata.get("general.architecture")
-        raise BundleError(
-            f"{where}: architecture {arch!r} is not supported; "
-            f"supported are {', '.join(sorted({*ARCHITECTURES.values(), *SEEING}))}"
-        )
+    family = supported_family(file.metadata, where)
     try:
         return _config(_Metadata(file, family, where))
     except (TypeError, ValueError, LookupError, ArithmeticError) as e:  # values of other types
@@ -417,10 +439,8 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
     if is_plain:
         return None
     if rope_type not in _ROPE_SCALINGS:
-        raise BundleError(
-            f"{where}: RoPE scaling {rope_type!r} is not supported; "
-            f"supported are {', '.join(sorted(_ROPE_SCALINGS))} and Llama 3's"
-        )
+        supported = f"supported are {', '.join(sorted(_ROPE_SCALINGS))} and Llama 3's"
+        raise entries.refusal("rope.scaling.type", rope_type, supported)
     scaling = {"rope_type": rope_type, "factor": factor}
     if rope_type == "yarn":
         length = entries.get("rope.scaling.original_context_length", entries.get("context_length"))
