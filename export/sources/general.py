@@ -41,6 +41,9 @@ _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
 LOCAL_BASE = "rope_local_base_freq"  # of layers with a window, which do not scale positions
 _POSITIVE = re.compile("(eps|epsilon|^rope_theta|base_freq|attn_scalar)$")
+# how many experts a layer has
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_CHOSEN = re.compile("experts_per_tok(en)?$|top_k_experts$|moe_topk$")  # of a token's experts
 _MAX_LAYERS = 1024
 _SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"),
@@ -160,7 +163,8 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
     for key, value in raw.items():
         is_dropped = type(value) is int and key not in known and key not in _KEPT
         if not is_finite(value) and key not in (_UNBOUNDED, *_NOT_OF_DECODERS) and not is_dropped:
-            raise BundleError(f"{where}: {key} is {value!r:.80}, not a finite number of 64 bits")
+            path, number = _not_finite(key, value)
+            raise BundleError(f"{where}: {path} is {number!r:.80}, not a finite number of 64 bits")
     full = settings_of(raw, family, where)
     layers = next((full[name] for name in _LAYERS if full.get(name) is not None), None)
     if "text_config" in known and "text_config" in raw:
@@ -200,6 +204,8 @@ def _check_numbers(
         raise BundleError(
             f"{where}: num_hidden_layers must be from 1 to {_MAX_LAYERS}, is {layers!r:.40}"
         )
+    counts = (full.get(name) for name in EXPERTS)
+    experts = next((count for count in counts if type(count) is int), 0)
     for key, value in full.items():
         if value is None and defaults.get(key) is None:
             continue
@@ -207,6 +213,10 @@ def _check_numbers(
             raise BundleError(f"{where}: {key} must be a positive integer, is {value!r:.40}")
         if _POSITIVE.search(key) and (type(value) not in (int, float) or value <= 0):
             raise BundleError(f"{where}: {key} must be a positive number, is {value!r:.40}")
+        if key == "sliding_window" and value is not None:
+            _check_window(value, where)
+        if experts and _CHOSEN.search(key) and not (type(value) is int and 0 < value <= experts):
+            raise BundleError(f"{where}: {key} must be from 1 to {experts}, is {value!r:.40}")
 
 
 def settings_class(model_type: str) -> Any:
@@ -248,6 +258,15 @@ def is_finite(value: Any) -> bool:
     if isinstance(value, int):
         return -(2**63) <= value < 2**63
     return not isinstance(value, float) or math.isfinite(value)
+
+
+def _not_finite(path: str, value: Any) -> tuple[str, Any]:
+    """The place of a value inside of a setting that a manifest cannot hold, and the value."""
+    inner = value.items() if isinstance(value, dict) else ()
+    for key, part in inner:
+        if not is_finite(part):
+            return _not_finite(f"{path}.{key}", part)
+    return path, value
 
 
 def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
@@ -352,8 +371,8 @@ def _interval_of(types: list[str], where: str) -> int:
 def _check_window(window: object, where: str) -> None:
     if type(window) is not int or window < 1:
         raise BundleError(
-            f"{where}: sliding_window must be a positive integer where layer_types has {SLIDING}, "
-            f"is {window!r:.40}"
+            f"{where}: sliding_window must be a positive integer, or null where layer_types has no "
+            f"{SLIDING}, is {window!r:.40}"
         )
 
 

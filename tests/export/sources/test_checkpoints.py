@@ -281,8 +281,6 @@ OF_NORM |= {f"model.norm.{part}": np.zeros(2, np.float32) for part in ("scales",
         *(
             (put(rope_scaling={**LLAMA3, **wrong}), f"with {setting}; correct it as in the")
             for wrong, setting in (
-                ({"factor": "x"}, "rope_scaling.factor = 'x'"),
-                ({"rope_type": ["llama3"]}, r"rope_scaling.rope_type = \['llama3'\]"),
                 ({"low_freq_factor": []}, r"rope_scaling.low_freq_factor = \[\]"),
             )
         ),

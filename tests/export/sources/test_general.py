@@ -228,6 +228,19 @@ def test_the_weight_of_a_single_expert_is_normed_or_refused(
 
 
 @pytest.mark.parametrize(
+    "wrong",
+    [{"sliding_window": 0}, {"sliding_window": -1}]
+    + [{"num_experts_per_tok": chosen} for chosen in (-1, 0, 5, 2.0, True)],
+)
+def test_a_number_that_chooses_nothing_is_refused(wrong: dict[str, Any]) -> None:
+    """What mlx-lm would compute with: no window, or all experts but one."""
+    raw = tiny("mixtral") | wrong
+    (key,) = wrong
+    with pytest.raises(BundleError, match=key):
+        normalise_config(raw, "x", True)
+
+
+@pytest.mark.parametrize(
     "off", [{"use_sliding_window": False}, {"layer_types": ["full_attention"] * 2}]
 )
 @pytest.mark.parametrize(("model_type", "reads"), [("phi3", False), ("qwen2", True)])

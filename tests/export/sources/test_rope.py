@@ -88,6 +88,13 @@ def test_positions_are_those_of_transformers(
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3}, "with beta_fast"),
         ({"rope_type": "default", "beta_fast": 3}, "with beta_fast"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        *(
+            ({"rope_type": "linear", "factor": value}, "factor of rotary positions must be a posi")
+            for value in (0, -2.0, False, "2", [2.0])
+        ),
+        ({"rope_type": "yarn", "factor": 2.0, "attention_factor": -1.0}, "attention_factor of rot"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": float("nan")}, "rope_scaling.beta_fast"),
+        *(({"rope_type": kind}, "rope_type .* is not supported") for kind in ("", 0, False, [])),
         ({"rope_type": "llama3", "factor": 2.0}, "Missing required keys .*low_freq_factor"),
     ],
 )
