@@ -165,6 +165,7 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
         if not is_finite(value) and key not in (_UNBOUNDED, *_NOT_OF_DECODERS) and not is_dropped:
             path, number = _not_finite(key, value)
             raise BundleError(f"{where}: {path} is {number!r:.80}, not a finite number of 64 bits")
+    _check_turns(raw, where)
     full = settings_of(raw, family, where)
     layers = next((full[name] for name in _LAYERS if full.get(name) is not None), None)
     if "text_config" in known and "text_config" in raw:
@@ -213,7 +214,7 @@ def _check_numbers(
             raise BundleError(f"{where}: {key} must be a positive integer, is {value!r:.40}")
         if _POSITIVE.search(key) and (type(value) not in (int, float) or value <= 0):
             raise BundleError(f"{where}: {key} must be a positive number, is {value!r:.40}")
-        if key == "sliding_window" and value is not None:
+        if key == "sliding_window" and value not in (None, defaults.get(key)):
             _check_window(value, where)
         if experts and _CHOSEN.search(key) and not (type(value) is int and 0 < value <= experts):
             raise BundleError(f"{where}: {key} must be from 1 to {experts}, is {value!r:.40}")
@@ -311,6 +312,18 @@ def _set_positions(full: dict[str, Any], family: str, where: str) -> None:
     elif "rope_parameters" in full:  # where the class finds the same
         for key in {"rope_scaling", _BASES[0], _TURNED[0]} - known:
             full.pop(key, None)
+
+
+def _check_turns(settings: Mapping[str, Any], where: str) -> None:
+    """Raise BundleError for a base of positions, or a share of a head, that turns nothing."""
+    for key, value in settings.items():
+        is_share = key in _TURNED
+        if (is_share or key in _BASES) and value is not None:
+            if type(value) not in (int, float) or not 0 < value <= (1 if is_share else math.inf):
+                wanted = "above 0 and at most 1" if is_share else "a positive number"
+                raise BundleError(f"{where}: {key} must be {wanted}, is {value!r:.40}")
+        elif isinstance(value, dict):
+            _check_turns(value, where)
 
 
 def _set_layer_types(full: dict[str, Any], family: str, where: str) -> None:

@@ -104,6 +104,23 @@ def test_what_cannot_be_computed_is_named(scaling: dict[str, Any], message: str)
         refuse_unread("llama", normalise_config(raw, "x", has_lm_head=True), raw, "x")
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "gemma3_text", "phi3"])
+def test_a_base_or_a_share_that_turns_nothing_is_named(model_type: str) -> None:
+    """Beside all other settings, among those of positions, and in those of a type of layer."""
+    raw = tiny(model_type)
+    for key, values in (
+        ("rope_theta", (0, -1.0, False, "1e4", [1e4], {"x": 1})),
+        ("partial_rotary_factor", (0, -1.0, 1.5, False, "1")),
+    ):
+        for value in values:
+            nested = raw["rope_parameters"] | {key: value}
+            for layers, scope in raw["rope_parameters"].items():
+                if isinstance(scope, dict):
+                    nested = raw["rope_parameters"] | {layers: scope | {key: value}}
+            with pytest.raises(BundleError, match=key):
+                normalise_config(raw | {"rope_parameters": nested}, "x", True)
+
+
 def test_a_base_beside_the_scaling_counts() -> None:
     """As in transformers, where the base that stands among rope's settings has priority."""
     raw = {**PRESETS["tiny-llama"], "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}
