@@ -18,6 +18,7 @@ from export.sources.model_classes import arguments_of, parameters_of
 from export.sources.rope import (
     BESIDE_SCALING,
     ORIGINAL_LENGTH,
+    SETTINGS,
     checked_scaling,
     with_fixed_base,
 )
@@ -39,6 +40,18 @@ _SAME = (
 )
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
+# what numbers of positions must be, the least and the most
+_RANGES = {
+    **dict.fromkeys(_BASES, ("a positive number", math.ulp(0), math.inf)),
+    **dict.fromkeys(_TURNED, ("above 0 and at most 1", math.ulp(0), 1)),
+    "llama_4_scaling_beta": ("a number of at least 0", 0, math.inf),
+}
+_OF_POSITIONS = {
+    "rope_type",
+    "type",
+    *_RANGES,
+    *(name for names in SETTINGS.values() for name in names),
+}
 LOCAL_BASE = "rope_local_base_freq"  # of layers with a window, which do not scale positions
 _POSITIVE = re.compile("(eps|epsilon|^rope_theta|base_freq|attn_scalar)$")
 # how many experts a layer has
@@ -165,7 +178,7 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
         if not is_finite(value) and key not in (_UNBOUNDED, *_NOT_OF_DECODERS) and not is_dropped:
             path, number = _not_finite(key, value)
             raise BundleError(f"{where}: {path} is {number!r:.80}, not a finite number of 64 bits")
-    _check_turns(raw, where)
+    _check_positions(raw, where)
     full = settings_of(raw, family, where)
     layers = next((full[name] for name in _LAYERS if full.get(name) is not None), None)
     if "text_config" in known and "text_config" in raw:
@@ -314,16 +327,17 @@ def _set_positions(full: dict[str, Any], family: str, where: str) -> None:
             full.pop(key, None)
 
 
-def _check_turns(settings: Mapping[str, Any], where: str) -> None:
-    """Raise BundleError for a base of positions, or a share of a head, that turns nothing."""
+def _check_positions(settings: Mapping[str, Any], where: str) -> None:
+    """Raise BundleError for a number of rotary positions, at any depth, that makes no sense."""
     for key, value in settings.items():
-        is_share = key in _TURNED
-        if (is_share or key in _BASES) and value is not None:
-            if type(value) not in (int, float) or not 0 < value <= (1 if is_share else math.inf):
-                wanted = "above 0 and at most 1" if is_share else "a positive number"
+        if isinstance(value, dict) and key not in _OF_POSITIONS:
+            _check_positions(value, where)
+        elif value is not None and key in _RANGES:
+            wanted, least, most = _RANGES[key]
+            if type(value) not in (int, float) or not least <= value <= most:
                 raise BundleError(f"{where}: {key} must be {wanted}, is {value!r:.40}")
         elif isinstance(value, dict):
-            _check_turns(value, where)
+            raise BundleError(f"{where}: {key} of rotary positions must be no object, is {value}")
 
 
 def _set_layer_types(full: dict[str, Any], family: str, where: str) -> None:

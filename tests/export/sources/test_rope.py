@@ -104,13 +104,15 @@ def test_what_cannot_be_computed_is_named(scaling: dict[str, Any], message: str)
         refuse_unread("llama", normalise_config(raw, "x", has_lm_head=True), raw, "x")
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "gemma3_text", "phi3"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "gemma3_text", "phi3", "ministral3"])
 def test_a_base_or_a_share_that_turns_nothing_is_named(model_type: str) -> None:
     """Beside all other settings, among those of positions, and in those of a type of layer."""
     raw = tiny(model_type)
     for key, values in (
         ("rope_theta", (0, -1.0, False, "1e4", [1e4], {"x": 1})),
         ("partial_rotary_factor", (0, -1.0, 1.5, False, "1")),
+        ("llama_4_scaling_beta", (-1.0, "x", [])),
+        ("factor", ({"x": 1},)),
     ):
         for value in values:
             nested = raw["rope_parameters"] | {key: value}
