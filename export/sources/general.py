@@ -219,7 +219,7 @@ def _check_numbers(
             f"{where}: num_hidden_layers must be from 1 to {_MAX_LAYERS}, is {layers!r:.40}"
         )
     counts = (full.get(name) for name in EXPERTS)
-    experts = next((count for count in counts if type(count) is int), 0)
+    experts = next((count for count in counts if type(count) is int and count > 0), 0)
     for key, value in full.items():
         if value is None and defaults.get(key) is None:
             continue
