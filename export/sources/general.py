@@ -179,6 +179,7 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
             path, number = _not_finite(key, value)
             raise BundleError(f"{where}: {path} is {number!r:.80}, not a finite number of 64 bits")
     _check_positions(raw, where)
+    _check_layer_types(raw, known, where)
     full = settings_of(raw, family, where)
     layers = next((full[name] for name in _LAYERS if full.get(name) is not None), None)
     if "text_config" in known and "text_config" in raw:
@@ -231,6 +232,26 @@ def _check_numbers(
             _check_window(value, where)
         if experts and _CHOSEN.search(key) and not (type(value) is int and 0 < value <= experts):
             raise BundleError(f"{where}: {key} must be from 1 to {experts}, is {value!r:.40}")
+
+
+def _check_layer_types(raw: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raise BundleError for a type of layer that mlx-lm's class would take for another in silence.
+
+    Its classes compare each with one name, and know those that transformers has by default.
+    """
+    types = raw.get("layer_types")
+    if not isinstance(types, list) or {*map(str, types)} <= {FULL}:
+        return
+    own = (completed({"model_type": raw["model_type"]}) or {}).get("layer_types") or ()
+    by_convolution = "full_attn_idxs" in known  # LFM2's, in every layer without attention
+    kinds = {FULL, "conv" if by_convolution else SLIDING, *own}
+    kinds |= {word for pair in _LAYER_NAMES.get(raw["model_type"], {}).items() for word in pair}
+    others = [kind for kind in types if not isinstance(kind, str) or kind not in kinds]
+    if others:
+        raise BundleError(
+            f"{where}: layer_types has {others[0]!r:.40}, which is not supported; supported are "
+            f"{', '.join(sorted(kinds))}"
+        )
 
 
 def settings_class(model_type: str) -> Any:
