@@ -57,7 +57,7 @@ _POSITIVE = re.compile("(eps|epsilon|^rope_theta|base_freq|attn_scalar)$")
 # how many experts a layer has
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _CHOSEN = re.compile("experts_per_tok(en)?$|top_k_experts$|moe_topk$")  # of a token's experts
-_MAX_LAYERS = 1024
+MAX_LAYERS = 1024
 _SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim"),
@@ -126,8 +126,8 @@ def _decoded(value: Any) -> Any:
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
         for key in _LAYERS:  # before transformers lists them
-            if type(value.get(key)) is int and value[key] > _MAX_LAYERS:
-                raise RefusedError(f"{key} must be from 1 to {_MAX_LAYERS}, is {value[key]!r:.40}")
+            if type(value.get(key)) is int and value[key] > MAX_LAYERS:
+                raise RefusedError(f"{key} must be from 1 to {MAX_LAYERS}, is {value[key]!r:.40}")
         return {key: _decoded(inner) for key, inner in value.items() if key not in _NOT_OF_DECODERS}
     return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 
@@ -215,9 +215,9 @@ def _check_numbers(
     full: Mapping[str, Any], defaults: Mapping[str, Any], layers: object, where: str
 ) -> None:
     """Raise BundleError for sizes of a configuration, and other numbers, that make no sense."""
-    if type(layers) is not int or not 1 <= layers <= _MAX_LAYERS:
+    if type(layers) is not int or not 1 <= layers <= MAX_LAYERS:
         raise BundleError(
-            f"{where}: num_hidden_layers must be from 1 to {_MAX_LAYERS}, is {layers!r:.40}"
+            f"{where}: num_hidden_layers must be from 1 to {MAX_LAYERS}, is {layers!r:.40}"
         )
     counts = (full.get(name) for name in EXPERTS)
     experts = next((count for count in counts if type(count) is int and count > 0), 0)

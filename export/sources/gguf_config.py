@@ -10,7 +10,7 @@ import numpy as np
 
 from export.sources import gguf_gemma4
 from export.sources.families import OF_MLX_LM
-from export.sources.general import settings_class
+from export.sources.general import MAX_LAYERS, settings_class
 from export.sources.gguf_names import ARCHITECTURES, SEEING, family_of
 from export.sources.windows import FULL, SLIDING, layer_types
 from export.stored import F32
@@ -144,7 +144,12 @@ def entries_of(family: str) -> dict[str, str]:
 def as_in_file(problem: BundleError, family: str, arch: str) -> BundleError:
     """The error to raise for one about a configuration, with the entries of what it names."""
     names = {**_SIZES, **{name: key for key, name in entries_of(family).items()}}
-    said = [f"{name} is {arch}.{key}" for name, key in names.items() if name in str(problem)]
+    text = str(problem).replace(" ", "_")  # as some messages have the names
+    said = [
+        f"{name} is {arch}.{key}"
+        for name, key in names.items()
+        if name.removeprefix("num_") in text
+    ]
     return BundleError(f"{problem} (in the file {', '.join(said)})") if said else problem
 
 
@@ -259,6 +264,8 @@ def _config(entries: _Metadata) -> dict[str, Any]:
     hidden, heads, kv_heads = _widths(entries)
     head_dim = _head_dim(entries, hidden // heads)
     layers = get("block_count") - get(FURTHER, 0)
+    if not 1 <= layers <= MAX_LAYERS:  # before there is a list of them
+        raise entries.refusal("block_count", get("block_count"), f"{layers} layers are no model's")
     defaults = _defaults(entries, head_dim)
     config: dict[str, Any] = {
         "model_type": family,
@@ -443,6 +450,8 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
         raise entries.refusal("rope.scaling.type", rope_type, supported)
     scaling = {"rope_type": rope_type, "factor": factor}
     if rope_type == "yarn":
+        if factor < 1:  # for which llama.cpp and transformers scale queries and keys otherwise
+            raise entries.refusal("rope.scaling.factor", factor, "it must be at least 1")
         length = entries.get("rope.scaling.original_context_length", entries.get("context_length"))
         scaling["original_max_position_embeddings"] = length
     for key, name in OF_SCALING.get(entries.family, {}).items():
