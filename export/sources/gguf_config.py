@@ -495,7 +495,9 @@ def _tabled_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any]:
         **{"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0},
         **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
     }
-    published = llama3_factors(float(entries.get("rope.freq_base", 1e4)), head_dim, scaling)
+    base = float(entries.get("rope.freq_base", 1e4))
+    known = np.isfinite(factors).all() and factors.min() > 0
+    published = llama3_factors(base, head_dim, scaling) if known else factors[:0]
     if factors.shape != published.shape or not np.allclose(factors, published, rtol=1e-4):
         raise BundleError(f"{entries.where}: {ROPE_FREQS} is not one of Llama 3's scalings")
     return scaling

@@ -191,6 +191,25 @@ def test_bad_gguf_files_are_refused(tmp_path: Path) -> None:
         open_checkpoint(str(path))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("output.weight", np.zeros((2, 160, 128), np.float32), "1 tensor of the wrong shape"),
+        ("output.weight", np.zeros((320, 128), np.int32), "type I32 cannot be read, as output.we"),
+        ("rope_freqs.weight", np.ones(16, np.int32), "type I32 cannot be read, as rope_freqs.we"),
+        ("rope_freqs.weight", np.full(16, np.nan, np.float32), "not one of Llama 3's scalings"),
+    ],
+)
+def test_a_tensor_of_another_shape_or_type_is_named(
+    tmp_path: Path, name: str, value: np.ndarray, message: str
+) -> None:
+    config, arrays = weights_of("tiny-llama")
+    arrays.pop("lm_head.weight")
+    path = write_with(tmp_path / "m.gguf", config, arrays, {name: value})
+    with pytest.raises(BundleError, match=message):
+        open_checkpoint(str(path))
+
+
 def test_parts_of_a_file_are_read_together(tmp_path: Path) -> None:
     config, arrays = weights_of("tiny-qwen2")
     half = list(arrays)[: len(arrays) // 2]
