@@ -405,6 +405,9 @@ def _widths(entries: _Metadata) -> tuple[int, int, int]:
 def _head_dim(entries: _Metadata, default: int) -> int:
     """The numbers of a head's keys, of which there must be as many in a value and in RoPE."""
     head_dim: int = entries.get("attention.key_length", default)
+    if head_dim < 1:
+        way_out = "a head must have numbers; without it they are embedding_length / head_count"
+        raise entries.refusal("attention.key_length", head_dim, way_out)
     if entries.family == "minicpm3":
         if (given := entries.get("attention.value_length", default)) != default:
             must = f"values of a head must have {default} numbers"
