@@ -110,6 +110,7 @@ _SIZES = {
     "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
     "rope_theta": "rope.freq_base",
+    "partial_rotary_factor": "rope.dimension_count",
 }
 # whether the weights of a token's experts are divided by their sum, of which files say nothing
 _NORMED = {"qwen3_moe": True, "qwen2_moe": False, "olmoe": False}
