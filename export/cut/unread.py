@@ -19,7 +19,13 @@ from export.cut.tape import Tape
 from export.cut.taps import Taps
 from export.cut.trace import trace
 from export.sources.families import OF_MLX_LM, build_model
-from export.sources.general import LOCAL_BASE, default_settings, known_name, settings_of
+from export.sources.general import (
+    EXPERTS,
+    LOCAL_BASE,
+    default_settings,
+    known_name,
+    settings_of,
+)
 from export.sources.model_classes import arguments_of, is_own_default
 from export.sources.settings import is_neutral_name, neutral_settings, used_settings
 from runtime.adapters.fused import IN_CONFIG
@@ -114,7 +120,7 @@ def unread(
         for key in alike
         if settings.get(key) not in alike[key] and not is_own_default(family, key, settings[key])
     }
-    experts = any(map(settings.get, ("num_local_experts", "num_experts", "n_routed_experts")))
+    experts = any(map(settings.get, EXPERTS))
     takes_one = experts and settings.get("num_experts_per_tok") == 1
     if takes_one and not _norms_one(family, config, settings):
         refused["num_experts_per_tok"] = 1

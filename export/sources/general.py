@@ -18,6 +18,7 @@ from export.sources.model_classes import arguments_of, parameters_of
 from export.sources.rope import (
     BESIDE_SCALING,
     ORIGINAL_LENGTH,
+    SETTINGS,
     checked_scaling,
     with_fixed_base,
 )
@@ -39,9 +40,24 @@ _SAME = (
 )
 _BASES = ("rope_theta", "rotary_emb_base")
 _TURNED = ("partial_rotary_factor", "rotary_pct")
+# what numbers of positions must be, the least and the most
+_RANGES = {
+    **dict.fromkeys(_BASES, ("a positive number", math.ulp(0), math.inf)),
+    **dict.fromkeys(_TURNED, ("above 0 and at most 1", math.ulp(0), 1)),
+    "llama_4_scaling_beta": ("a number of at least 0", 0, math.inf),
+}
+_OF_POSITIONS = {
+    "rope_type",
+    "type",
+    *_RANGES,
+    *(name for names in SETTINGS.values() for name in names),
+}
 LOCAL_BASE = "rope_local_base_freq"  # of layers with a window, which do not scale positions
 _POSITIVE = re.compile("(eps|epsilon|^rope_theta|base_freq|attn_scalar)$")
-_MAX_LAYERS = 1024
+# how many experts a layer has
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_CHOSEN = re.compile("experts_per_tok(en)?$|top_k_experts$|moe_topk$")  # of a token's experts
+MAX_LAYERS = 1024
 _SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim"),
@@ -110,8 +126,8 @@ def _decoded(value: Any) -> Any:
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
         for key in _LAYERS:  # before transformers lists them
-            if type(value.get(key)) is int and value[key] > _MAX_LAYERS:
-                raise RefusedError(f"{key} must be from 1 to {_MAX_LAYERS}, is {value[key]!r:.40}")
+            if type(value.get(key)) is int and value[key] > MAX_LAYERS:
+                raise RefusedError(f"{key} must be from 1 to {MAX_LAYERS}, is {value[key]!r:.40}")
         return {key: _decoded(inner) for key, inner in value.items() if key not in _NOT_OF_DECODERS}
     return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 
@@ -160,7 +176,10 @@ def normalised(raw: dict[str, Any], family: str, where: str, has_lm_head: bool) 
     for key, value in raw.items():
         is_dropped = type(value) is int and key not in known and key not in _KEPT
         if not is_finite(value) and key not in (_UNBOUNDED, *_NOT_OF_DECODERS) and not is_dropped:
-            raise BundleError(f"{where}: {key} is {value!r:.80}, not a finite number of 64 bits")
+            path, number = _not_finite(key, value)
+            raise BundleError(f"{where}: {path} is {number!r:.80}, not a finite number of 64 bits")
+    _check_positions(raw, where)
+    _check_layer_types(raw, known, where)
     full = settings_of(raw, family, where)
     layers = next((full[name] for name in _LAYERS if full.get(name) is not None), None)
     if "text_config" in known and "text_config" in raw:
@@ -196,10 +215,12 @@ def _check_numbers(
     full: Mapping[str, Any], defaults: Mapping[str, Any], layers: object, where: str
 ) -> None:
     """Raise BundleError for sizes of a configuration, and other numbers, that make no sense."""
-    if type(layers) is not int or not 1 <= layers <= _MAX_LAYERS:
+    if type(layers) is not int or not 1 <= layers <= MAX_LAYERS:
         raise BundleError(
-            f"{where}: num_hidden_layers must be from 1 to {_MAX_LAYERS}, is {layers!r:.40}"
+            f"{where}: num_hidden_layers must be from 1 to {MAX_LAYERS}, is {layers!r:.40}"
         )
+    counts = (full.get(name) for name in EXPERTS)
+    experts = next((count for count in counts if type(count) is int and count > 0), 0)
     for key, value in full.items():
         if value is None and defaults.get(key) is None:
             continue
@@ -207,6 +228,30 @@ def _check_numbers(
             raise BundleError(f"{where}: {key} must be a positive integer, is {value!r:.40}")
         if _POSITIVE.search(key) and (type(value) not in (int, float) or value <= 0):
             raise BundleError(f"{where}: {key} must be a positive number, is {value!r:.40}")
+        if key == "sliding_window" and value not in (None, defaults.get(key)):
+            _check_window(value, where)
+        if experts and _CHOSEN.search(key) and not (type(value) is int and 0 < value <= experts):
+            raise BundleError(f"{where}: {key} must be from 1 to {experts}, is {value!r:.40}")
+
+
+def _check_layer_types(raw: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raise BundleError for a type of layer that mlx-lm's class would take for another in silence.
+
+    Its classes compare each with one name, and know those that transformers has by default.
+    """
+    types = raw.get("layer_types")
+    if not isinstance(types, list) or {*map(str, types)} <= {FULL}:
+        return
+    own = (completed({"model_type": raw["model_type"]}) or {}).get("layer_types") or ()
+    by_convolution = "full_attn_idxs" in known  # LFM2's, in every layer without attention
+    kinds = {FULL, "conv" if by_convolution else SLIDING, *own}
+    kinds |= {word for pair in _LAYER_NAMES.get(raw["model_type"], {}).items() for word in pair}
+    others = [kind for kind in types if not isinstance(kind, str) or kind not in kinds]
+    if others:
+        raise BundleError(
+            f"{where}: layer_types has {others[0]!r:.40}, which is not supported; supported are "
+            f"{', '.join(sorted(kinds))}"
+        )
 
 
 def settings_class(model_type: str) -> Any:
@@ -248,6 +293,15 @@ def is_finite(value: Any) -> bool:
     if isinstance(value, int):
         return -(2**63) <= value < 2**63
     return not isinstance(value, float) or math.isfinite(value)
+
+
+def _not_finite(path: str, value: Any) -> tuple[str, Any]:
+    """The place of a value inside of a setting that a manifest cannot hold, and the value."""
+    inner = value.items() if isinstance(value, dict) else ()
+    for key, part in inner:
+        if not is_finite(part):
+            return _not_finite(f"{path}.{key}", part)
+    return path, value
 
 
 def flat(full: dict[str, Any], family: str, where: str) -> dict[str, Any]:
@@ -292,6 +346,19 @@ def _set_positions(full: dict[str, Any], family: str, where: str) -> None:
     elif "rope_parameters" in full:  # where the class finds the same
         for key in {"rope_scaling", _BASES[0], _TURNED[0]} - known:
             full.pop(key, None)
+
+
+def _check_positions(settings: Mapping[str, Any], where: str) -> None:
+    """Raise BundleError for a number of rotary positions, at any depth, that makes no sense."""
+    for key, value in settings.items():
+        if isinstance(value, dict) and key not in _OF_POSITIONS:
+            _check_positions(value, where)
+        elif value is not None and key in _RANGES:
+            wanted, least, most = _RANGES[key]
+            if type(value) not in (int, float) or not least <= value <= most:
+                raise BundleError(f"{where}: {key} must be {wanted}, is {value!r:.40}")
+        elif isinstance(value, dict):
+            raise BundleError(f"{where}: {key} of rotary positions must be no object, is {value}")
 
 
 def _set_layer_types(full: dict[str, Any], family: str, where: str) -> None:
@@ -352,8 +419,8 @@ def _interval_of(types: list[str], where: str) -> int:
 def _check_window(window: object, where: str) -> None:
     if type(window) is not int or window < 1:
         raise BundleError(
-            f"{where}: sliding_window must be a positive integer where layer_types has {SLIDING}, "
-            f"is {window!r:.40}"
+            f"{where}: sliding_window must be a positive integer, or null where layer_types has no "
+            f"{SLIDING}, is {window!r:.40}"
         )
 
 

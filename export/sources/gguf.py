@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from export.sources.families import build_model, normalise_config, parameter_shapes
 from export.sources.gguf_blocks import TRANSCODINGS, Transcoding, transcode
-from export.sources.gguf_config import FURTHER, read_config, rope_tables
+from export.sources.gguf_config import (
+    FURTHER,
+    as_in_file,
+    read_config,
+    rope_tables,
+    supported_family,
+)
 from export.sources.gguf_file import GGUFFile, GGUFTensor
 from export.sources.gguf_keys import unknown_metadata
 from export.sources.gguf_names import (
@@ -42,6 +46,7 @@ from runtime.adapters.fused import IN_GGUF, checked
 from runtime.adapters.origins import RENAMED
 from runtime.core.errors import BundleError
 
+_EXPERTS = "_exps."  # in the names of tensors that have a matrix of each expert
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")  # with which the names of a block's tensors begin
 
 
@@ -55,15 +60,21 @@ class GGUFCheckpoint(Checkpoint):
         self._file = GGUFFile(path)
         meta = self._file.metadata
         arch = str(meta.get("general.architecture"))
+        unknown = unknown_metadata(meta, supported_family(meta, str(path)), str(path))
         raw = read_config(self._file, str(path))
-        unknown = unknown_metadata(meta, raw["model_type"], str(path))
-        config = normalise_config(raw, str(path), "output.weight" in self._file.tensors)
-        family = str(config["model_type"])
-        model = build_model(family, config, str(path))
+        try:
+            config = normalise_config(raw, str(path), "output.weight" in self._file.tensors)
+            family = str(config["model_type"])
+            model = build_model(family, config, str(path))
+        except BundleError as problem:
+            raise as_in_file(problem, raw["model_type"], arch) from problem
         expected = parameter_shapes(model)
         self._stored = _stored_names(self._file, raw, expected)
         for name, stored in self._stored.items():
-            self._file.tensors[stored] = _flat(self._file.tensors[stored], expected.get(name, ()))
+            if name in expected:
+                self._file.tensors[stored] = _flat(
+                    self._file.tensors[stored], expected[name], _EXPERTS in stored
+                )
         self._listed = _listed(meta, family, expected, str(path))
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self._listed, (1,))
         shapes |= {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
@@ -72,8 +83,8 @@ class GGUFCheckpoint(Checkpoint):
                 shapes[name] = expected[name]  # a part of a tensor of all layers, or all of it
         check_tensors(str(path), expected, shapes)
         types = Counter(self._file.tensors[stored].type for stored in {*self._stored.values()})
-        for type_ in types:
-            _check_readable(type_, path)
+        for stored in self._stored.values():
+            self._file.check_readable(stored)
         provenance = {
             "kind": "gguf",
             "name": str(meta.get("general.name", path.stem)),
@@ -176,13 +187,13 @@ def _with_groups(rows: QuantizedRows, order: Index) -> QuantizedRows:
     )
 
 
-def _flat(tensor: GGUFTensor, expected: tuple[int, ...]) -> GGUFTensor:
+def _flat(tensor: GGUFTensor, expected: tuple[int, ...], of_experts: bool) -> GGUFTensor:
     """Experts (N, R, C) as (N * R, C), filters (C, W) as (C, W, 1), a vector as a row."""
     if expected == (1, *tensor.shape):
         return replace(tensor, shape=expected, row_bytes=tensor.shape[0] * tensor.row_bytes)
     if expected == (*tensor.shape, 1):
         return replace(tensor, shape=expected)
-    if len(tensor.shape) != 3 or len(expected) != 2:
+    if not of_experts or len(tensor.shape) != 3 or len(expected) != 2:
         return tensor
     count, rows, columns = tensor.shape
     return replace(tensor, shape=(count * rows, columns), row_bytes=tensor.row_bytes // rows)
@@ -220,14 +231,3 @@ def _stored_names(
     blocks = {name: _BLOCK.match(name) for name in others}
     further = {name for name, at in blocks.items() if at and first <= int(at[1]) < first + count}
     return {**present, **{name: name for name in sorted(others - further)}}
-
-
-def _check_readable(type_: GGMLQuantizationType, path: Path) -> None:
-    """Raise BundleError for a type of tensors that the gguf library cannot dequantize."""
-    try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[type_][1]), np.uint8), type_)
-    except NotImplementedError:
-        raise BundleError(
-            f"{path}: tensors of type {type_.name} cannot be read; take a file of another type, "
-            "such as Q8_0 or Q4_K_M"
-        ) from None

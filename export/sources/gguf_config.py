@@ -10,7 +10,7 @@ import numpy as np
 
 from export.sources import gguf_gemma4
 from export.sources.families import OF_MLX_LM
-from export.sources.general import settings_class
+from export.sources.general import MAX_LAYERS, settings_class
 from export.sources.gguf_names import ARCHITECTURES, SEEING, family_of
 from export.sources.windows import FULL, SLIDING, layer_types
 from export.stored import F32
@@ -102,6 +102,16 @@ OF_SCALING = {
         "attention.temperature_scale": "llama_4_scaling_beta",
     }
 }
+# transformers' names of what every file has -> the entries
+_SIZES = {
+    **{"num_hidden_layers": "block_count", "hidden_size": "embedding_length"},
+    **{"intermediate_size": "feed_forward_length", "head_dim": "attention.key_length"},
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "partial_rotary_factor": "rope.dimension_count",
+}
 # whether the weights of a token's experts are divided by their sum, of which files say nothing
 _NORMED = {"qwen3_moe": True, "qwen2_moe": False, "olmoe": False}
 # a setting -> the layers of which one has a bias where it is on
@@ -130,6 +140,18 @@ def entries_of(family: str) -> dict[str, str]:
     rms = "attention.layer_norm_rms_epsilon", _RMS_NORMS.get(family, "rms_norm_eps")
     with_mean = "attention.layer_norm_epsilon", _LAYER_NORMS.get(family, "")
     return {**_OTHERS.get(family, {}), **dict([with_mean if family in _LAYER_NORMS else rms])}
+
+
+def as_in_file(problem: BundleError, family: str, arch: str) -> BundleError:
+    """The error to raise for one about a configuration, with the entries of what it names."""
+    names = {**_SIZES, **{name: key for key, name in entries_of(family).items()}}
+    text = str(problem).replace(" ", "_")  # as some messages have the names
+    said = [
+        f"{name} is {arch}.{key}"
+        for name, key in names.items()
+        if name.removeprefix("num_") in text
+    ]
+    return BundleError(f"{problem} (in the file {', '.join(said)})") if said else problem
 
 
 class Described(Protocol):
@@ -187,18 +209,24 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     return stated
 
 
+def supported_family(metadata: Mapping[str, Any], where: str) -> str:
+    """The family of a file's model. Raises BundleError where its architecture is not known."""
+    family = family_of(metadata)
+    if family is None:
+        arch = metadata.get("general.architecture")
+        raise BundleError(
+            f"{where}: general.architecture = {arch!r:.60} is not supported; "
+            f"supported are {', '.join(sorted({*ARCHITECTURES.values(), *SEEING}))}"
+        )
+    return family
+
+
 def read_config(file: Described, where: str) -> dict[str, Any]:
     """The configuration in the spelling of a Hugging Face config.json.
 
     Raises BundleError for another architecture, or metadata that is missing or makes no sense.
     """
-    family = family_of(file.metadata)
-    if family is None:
-        arch = file.metadata.get("general.architecture")
-        raise BundleError(
-            f"{where}: architecture {arch!r} is not supported; "
-            f"supported are {', '.join(sorted({*ARCHITECTURES.values(), *SEEING}))}"
-        )
+    family = supported_family(file.metadata, where)
     try:
         return _config(_Metadata(file, family, where))
     except (TypeError, ValueError, LookupError, ArithmeticError) as e:  # values of other types
@@ -237,6 +265,8 @@ def _config(entries: _Metadata) -> dict[str, Any]:
     hidden, heads, kv_heads = _widths(entries)
     head_dim = _head_dim(entries, hidden // heads)
     layers = get("block_count") - get(FURTHER, 0)
+    if not 1 <= layers <= MAX_LAYERS:  # before there is a list of them
+        raise entries.refusal("block_count", get("block_count"), f"{layers} layers are no model's")
     defaults = _defaults(entries, head_dim)
     config: dict[str, Any] = {
         "model_type": family,
@@ -376,6 +406,9 @@ def _widths(entries: _Metadata) -> tuple[int, int, int]:
 def _head_dim(entries: _Metadata, default: int) -> int:
     """The numbers of a head's keys, of which there must be as many in a value and in RoPE."""
     head_dim: int = entries.get("attention.key_length", default)
+    if head_dim < 1:
+        way_out = "a head must have numbers; without it they are embedding_length / head_count"
+        raise entries.refusal("attention.key_length", head_dim, way_out)
     if entries.family == "minicpm3":
         if (given := entries.get("attention.value_length", default)) != default:
             must = f"values of a head must have {default} numbers"
@@ -417,12 +450,12 @@ def _rope_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any] | None:
     if is_plain:
         return None
     if rope_type not in _ROPE_SCALINGS:
-        raise BundleError(
-            f"{where}: RoPE scaling {rope_type!r} is not supported; "
-            f"supported are {', '.join(sorted(_ROPE_SCALINGS))} and Llama 3's"
-        )
+        supported = f"supported are {', '.join(sorted(_ROPE_SCALINGS))} and Llama 3's"
+        raise entries.refusal("rope.scaling.type", rope_type, supported)
     scaling = {"rope_type": rope_type, "factor": factor}
     if rope_type == "yarn":
+        if factor < 1:  # for which llama.cpp and transformers scale queries and keys otherwise
+            raise entries.refusal("rope.scaling.factor", factor, "it must be at least 1")
         length = entries.get("rope.scaling.original_context_length", entries.get("context_length"))
         scaling["original_max_position_embeddings"] = length
     for key, name in OF_SCALING.get(entries.family, {}).items():
@@ -466,7 +499,9 @@ def _tabled_scaling(entries: _Metadata, head_dim: int) -> dict[str, Any]:
         **{"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0},
         **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
     }
-    published = llama3_factors(float(entries.get("rope.freq_base", 1e4)), head_dim, scaling)
+    base = float(entries.get("rope.freq_base", 1e4))
+    known = np.isfinite(factors).all() and factors.min() > 0
+    published = llama3_factors(base, head_dim, scaling) if known else factors[:0]
     if factors.shape != published.shape or not np.allclose(factors, published, rtol=1e-4):
         raise BundleError(f"{entries.where}: {ROPE_FREQS} is not one of Llama 3's scalings")
     return scaling

@@ -119,6 +119,17 @@ class GGUFFile:
                 f"{self.metadata['split.tensors.count']}; download all parts again"
             )
 
+    def check_readable(self, name: str) -> None:
+        """Raise BundleError for a tensor of a type that the gguf library cannot dequantize."""
+        kind = self.tensors[name].type
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError:
+            raise BundleError(
+                f"{self._path}: tensors of type {kind.name} cannot be read, as {name} is; take a "
+                "file of another type, such as Q8_0 or Q4_K_M"
+            ) from None
+
     def rows(
         self,
         name: str,
@@ -129,6 +140,7 @@ class GGUFFile:
 
         With `columns`, those alone.
         """
+        self.check_readable(name)
         tensor, is_part = self.tensors[name], isinstance(columns, slice)
         stored = self.stored_rows(name, index, columns if isinstance(columns, slice) else None)
         shape = (-1,) if is_part else tensor.shape[1:]

@@ -6,8 +6,9 @@ and * for a number or a name.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import numpy as np
@@ -105,11 +106,36 @@ _OF_IMAGES: dict[str, tuple[str, ...]] = {
 FIXED = {name: values for values, names in _VALUES.items() for name in sorted(_names(names))}
 
 
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
+
+
+# the types of entries, by how their names end; the first that fits counts
+_TYPES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    (r"\.(architecture|name|type|model|pre|chat_template(\..+)?)", "a text", _is(str)),
+    ("tokens|merges|chat_templates|fused", "a list of texts", _is(list)),
+    ("token_type|scores", "a list of numbers", _is(np.ndarray)),
+    (r"finetuned|_norm|residual|add_\w+", "true or false", _is(bool)),
+    (
+        r"epsilon|freq_base(_swa)?|factor|scale(_linear)?|softcapping|multiplier",
+        "a finite number of at least 0",
+        lambda value: type(value) in (int, float) and 0 <= value < math.inf,
+    ),
+    (
+        "",
+        "an integer from 0 to 2^32 - 1",
+        lambda value: type(value) is int and 0 <= value < 1 << 32,
+    ),
+)
+# entries that may have a value for each layer, or for each axis of positions; windows are flags
+_LISTED = re.compile("(head_count(_kv)?|feed_forward_length|_window_pattern|_sections)$")
+
+
 def _pattern(names: Set[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(name).replace(r"\*", ".+") for name in names))
 
 
-_KNOWN = _pattern(USED | NEUTRAL)
+_USED, _NEUTRAL_ENTRIES = _pattern(USED), _pattern(NEUTRAL)
 _FIXED = {name: _pattern(frozenset({name})) for name in FIXED}
 
 
@@ -121,17 +147,21 @@ def unknown_metadata(metadata: dict[str, Any], family: str, where: str) -> list[
         family: of its model.
         where: the file, for messages.
 
-    Raises BundleError for an entry that would have to be computed, and is not.
+    Raises BundleError for an entry that would have to be computed, and is not, and for one of
+    another type than its name's.
     """
     arch = str(metadata["general.architecture"])
     of_family = (*entries_of(family), *OF_SCALING.get(family, ()), *_OF_IMAGES.get(arch, ()))
     of_family += ("expert_gating_func",) if family in BY_SIGMOID else ()
     own = {f"ARCH.{key}" for key in of_family}
-    own |= {*AS_METADATA.get(family, {}).values()}
+    apart = {*AS_METADATA.get(family, {}).values()}  # which are parameters
     unknown = []
     for key, value in metadata.items():
         name = f"ARCH.{key.removeprefix(f'{arch}.')}" if key.startswith(f"{arch}.") else key
-        if _KNOWN.fullmatch(name) or name in own:
+        if name in own or _USED.fullmatch(name):
+            _check_type(key, value, where)
+            continue
+        if name in apart or _NEUTRAL_ENTRIES.fullmatch(name):
             continue
         fixed = next((FIXED[k] for k, pattern in _FIXED.items() if pattern.fullmatch(name)), None)
         if fixed is None:
@@ -143,3 +173,16 @@ def unknown_metadata(metadata: dict[str, Any], family: str, where: str) -> list[
                 f"remove it: gguf_new_metadata.py --remove-metadata {key}"
             )
     return sorted(unknown)
+
+
+def _check_type(key: str, value: Any, where: str) -> None:
+    """Raise BundleError for an entry of another type than llama.cpp has for its name."""
+    wanted, fits = next((said, fits) for end, said, fits in _TYPES if re.search(f"({end})$", key))
+    values = [value]
+    if isinstance(value, np.ndarray) and _LISTED.search(key):
+        values = [int(item) if isinstance(item, bool) else item for item in value.tolist()]
+    if not values or not all(map(fits, values)):
+        raise BundleError(
+            f"{where}: metadata {key} must be {wanted}, is {value!r:.60}; download or convert the "
+            "model again"
+        )

@@ -100,7 +100,10 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     types = [int(t) for t in metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))]
     if not tokens or len(types) != len(tokens):
-        raise BundleError(f"{where}: {len(tokens)} tokens with {len(types)} token types")
+        raise BundleError(
+            f"{where}: tokenizer.ggml.model = {model!r:.40} needs tokenizer.ggml.tokens, and as "
+            f"many of token_type; there are {len(tokens)} and {len(types)}"
+        )
     if model in ("llama", GEMMA):
         tokenizer, default_bos = _sentencepiece(metadata, tokens, types, where), True
     elif model == "gpt2":
@@ -110,7 +113,7 @@ def _convert(metadata: dict[str, Any], where: str) -> dict[str, bytes]:
         tokenizer, default_bos = _byte_level(vocabulary, merges, split), split.add_bos
     else:
         raise BundleError(
-            f"{where}: vocabularies of model {model!r} are not supported; "
+            f"{where}: tokenizer.ggml.model = {model!r:.40} is not supported; "
             f"supported are llama (SentencePiece), {GEMMA} and gpt2 (byte-level BPE)"
         )
     special = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
@@ -184,7 +187,8 @@ def _token(metadata: dict[str, Any], key: str, tokens: Sequence[str], where: str
         return None
     if not 0 <= index < len(tokens):
         raise BundleError(
-            f"{where}: the {key} token is number {index}, but there are only {len(tokens)} tokens"
+            f"{where}: tokenizer.ggml.{key}_token_id is {index}, but there are only {len(tokens)} "
+            "tokens"
         )
     return tokens[index]
 
@@ -207,7 +211,7 @@ def _sentencepiece(
     else:
         scores = metadata.get("tokenizer.ggml.scores")
         if scores is None or len(scores) != len(tokens):
-            raise BundleError(f"{where}: the vocabulary needs a score for each token")
+            raise BundleError(f"{where}: tokenizer.ggml.scores must have a score for each token")
         merges = derive_merges(
             [t for t, type_ in zip(tokens, types, strict=True) if type_ == NORMAL],
             [float(s) for s, type_ in zip(scores, types, strict=True) if type_ == NORMAL],

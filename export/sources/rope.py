@@ -39,6 +39,8 @@ _NEEDED = {
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
 }
+# with 0 there is the default, or no such factor
+_MAY_BE_0 = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 # settings that compute nothing: names of the type, the base (read beside it), a remark
 _NEUTRAL = frozenset({"type", "rope_type", "rope_theta", "finetuned"})
 # what Ministral 3 has beside a scaling of positions: a scale of queries far from the start
@@ -60,7 +62,8 @@ def checked_scaling(
 
     Raises BundleError for a type or a setting that cannot be computed.
     """
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    names = [scaling[name] for name in ("rope_type", "type") if scaling.get(name) is not None]
+    kind = names[0] if names else "default"
     kind = "longrope" if kind == "su" else kind  # Phi-3's name of the first release
     if kind == "dynamic":
         raise BundleError(
@@ -68,9 +71,9 @@ def checked_scaling(
             "of the sequence; to train on at most max_position_embeddings tokens (now "
             f"{config.get('max_position_embeddings')}), where it does nothing, delete it there"
         )
-    if kind not in SETTINGS:
+    if not isinstance(kind, str) or kind not in SETTINGS:
         raise BundleError(
-            f"{where}: rope_type {kind!r} is not supported; supported are "
+            f"{where}: rope_type {kind!r:.40} is not supported; supported are "
             f"{', '.join(sorted(SETTINGS))}"
         )
     partial = scaling.get("partial_rotary_factor")
@@ -91,6 +94,7 @@ def checked_scaling(
     settings = {k: v for k, v in scaling.items() if k in SETTINGS[kind] and v is not None}
     if "truncate" in SETTINGS[kind] and "truncate" in scaling:
         settings["truncate"] = bool(scaling["truncate"])  # null is false, and absence true
+    _check_values(settings, where)
     longest = config.get("max_position_embeddings")
     if ORIGINAL_LENGTH in SETTINGS[kind]:
         lengths = (config.get(ORIGINAL_LENGTH), settings.get(ORIGINAL_LENGTH), longest)
@@ -107,6 +111,23 @@ def checked_scaling(
     if missing := [name for name in _NEEDED[kind] if name not in settings]:
         raise BundleError(f"{where}: rope_type {kind!r} needs {', '.join(missing)}")
     return {"rope_type": kind, **settings}
+
+
+def _check_values(settings: Mapping[str, Any], where: str) -> None:
+    """Raise BundleError for a setting of a scaling with which nothing can be computed."""
+    for key, value in settings.items():
+        if key in ("truncate", ORIGINAL_LENGTH):
+            continue
+        listed = key in ("short_factor", "long_factor")
+        numbers = value if listed and isinstance(value, list) else [value]
+        least = 0 if key in _MAY_BE_0 else math.ulp(0)
+        if (listed and numbers is not value) or not all(
+            type(number) in (int, float) and least <= number < math.inf for number in numbers
+        ):
+            wanted = "a list of positive numbers" if listed else "a positive number"
+            raise BundleError(
+                f"{where}: {key} of rotary positions must be {wanted}, is {value!r:.60}"
+            )
 
 
 def with_fixed_base(scaling: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

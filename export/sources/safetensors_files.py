@@ -23,6 +23,7 @@ from runtime.core.errors import BundleError
 from runtime.core.files import read_small
 from runtime.core.lookalikes import FETCH, LFS_POINTER
 
+_WHOLE = "model.safetensors"  # of weights in a single file
 INDEX = "model.safetensors.index.json"
 _MOST_JSON_BYTES = 64 << 20  # far above any index of tensors
 MXFP4 = "MXFP4"  # of blocks and scales, which are read as floats
@@ -188,7 +189,7 @@ class SafetensorsFile:
 def open_shards(folder: Path) -> list[SafetensorsFile]:
     """Open all weight files, and check that each holds the tensors that the index puts there."""
     weight_map = _weight_map(folder / INDEX)
-    names = sorted({str(name) for name in weight_map.values()}) or _names_without_index(folder)
+    names = sorted({*weight_map.values()}) or _names_without_index(folder)
     if not names:
         raise BundleError(f"{folder}: no model*.safetensors; {_without_weights(folder)}")
     files: dict[str, SafetensorsFile] = {}
@@ -203,8 +204,21 @@ def open_shards(folder: Path) -> list[SafetensorsFile]:
                 f"{folder}: {name} is missing (one of {len(names)} weight files); download it again"
             )
         files[name] = SafetensorsFile(folder / name)
+    if names and _WHOLE not in names and (folder / _WHOLE).exists():
+        raise BundleError(
+            f"{folder}: {_WHOLE} lies beside {INDEX}, which names other files; transformers reads "
+            "the first alone; remove what is not the model"
+        )
+    held: dict[str, str] = {}
+    for name, file in files.items():
+        for tensor in file.tensors:
+            if (other := held.setdefault(tensor, name)) != name:
+                raise BundleError(
+                    f"{folder}: {tensor} is in {other} and in {name}; remove the file that is not "
+                    "the model's, or download it again"
+                )
     for tensor, name in weight_map.items():
-        if tensor not in files[str(name)].tensors:
+        if tensor not in files[name].tensors:
             raise BundleError(
                 f"{folder}: the index puts {tensor} in {name}, which does not hold it; download "
                 "both again"
@@ -226,13 +240,16 @@ def _is_pointer(path: Path) -> bool:
         return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
-def _weight_map(index: Path) -> dict[str, Any]:
+def _weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, as an index has it; empty without an index."""
     if not index.is_file():
         return {}
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BundleError(f"{index}: has no 'weight_map' from tensors to files; download it again")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str):
+            raise BundleError(f"{index}: {tensor} is in {name!r:.40}, no file; download it again")
     return weight_map
 
 

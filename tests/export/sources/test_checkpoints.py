@@ -281,8 +281,6 @@ OF_NORM |= {f"model.norm.{part}": np.zeros(2, np.float32) for part in ("scales",
         *(
             (put(rope_scaling={**LLAMA3, **wrong}), f"with {setting}; correct it as in the")
             for wrong, setting in (
-                ({"factor": "x"}, "rope_scaling.factor = 'x'"),
-                ({"rope_type": ["llama3"]}, r"rope_scaling.rope_type = \['llama3'\]"),
                 ({"low_freq_factor": []}, r"rope_scaling.low_freq_factor = \[\]"),
             )
         ),
@@ -381,6 +379,21 @@ def test_quantized_parts_must_agree(tmp_path: Path) -> None:
         open_checkpoint(str(write_folder(folder, config, arrays)))
 
 
+def test_weights_that_are_there_twice_are_refused(tmp_path: Path) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+    folder = write_shards(tmp_path / "m", config, arrays)
+    (name, *_), file = sorted(arrays), "model-00002-of-00002.safetensors"
+    again = {name: arrays[name], **{key: arrays[key] for key in sorted(arrays)[1::2]}}
+    single = folder / "model.safetensors"
+    mx.save_safetensors(str(single), {key: mx.array(array) for key, array in arrays.items()})
+    with pytest.raises(BundleError, match=r"lies beside model\.safetensors\.index\.json"):
+        open_checkpoint(str(folder))
+    single.unlink()
+    mx.save_safetensors(str(folder / file), {key: mx.array(array) for key, array in again.items()})
+    with pytest.raises(BundleError, match=f"{name} is in model-00001-of-00002.safetensors and in"):
+        open_checkpoint(str(folder))
+
+
 def test_missing_and_truncated_files(tmp_path: Path) -> None:
     config, arrays = weights_of("tiny-qwen2")
     folder = write_shards(tmp_path / "m", config, arrays)
@@ -406,6 +419,9 @@ def test_missing_and_truncated_files(tmp_path: Path) -> None:
     kept = index.read_text()
     index.unlink()  # the first shard's name says that there is a second
     with pytest.raises(BundleError, match=f"{second.name} is missing"):
+        open_checkpoint(str(folder))
+    index.write_text(kept.replace(f'"{second.name}"', "3", 1))
+    with pytest.raises(BundleError, match="weight is in 3, no file"):
         open_checkpoint(str(folder))
     index.write_text(kept.replace(second.name, "../" + second.name))
     with pytest.raises(BundleError, match="not a plain file name"):

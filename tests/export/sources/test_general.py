@@ -228,6 +228,35 @@ def test_the_weight_of_a_single_expert_is_normed_or_refused(
 
 
 @pytest.mark.parametrize(
+    "wrong",
+    [{"sliding_window": 0}, {"sliding_window": -1}]
+    + [{"num_experts_per_tok": chosen} for chosen in (-1, 0, 5, 2.0, True)],
+)
+def test_a_number_that_chooses_nothing_is_refused(wrong: dict[str, Any]) -> None:
+    """What mlx-lm would compute with: no window, or all experts but one."""
+    raw = tiny("mixtral") | wrong
+    (key,) = wrong
+    with pytest.raises(BundleError, match=key):
+        normalise_config(raw, "x", True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [
+        ("lfm2", "chunked_attention"),
+        ("lfm2", "sliding_attention"),
+        ("gpt_oss", "conv"),
+        ("gemma3_text", "chunked_attention"),
+    ],
+)
+def test_a_type_of_layer_is_not_taken_for_another(model_type: str, kind: str) -> None:
+    raw = tiny(model_type)
+    raw["layer_types"] = [kind, *raw["layer_types"][1:]]
+    with pytest.raises(BundleError, match=f"layer_types has '{kind}', which is not supported"):
+        normalise_config(raw | {"sliding_window": 16}, "x", True)
+
+
+@pytest.mark.parametrize(
     "off", [{"use_sliding_window": False}, {"layer_types": ["full_attention"] * 2}]
 )
 @pytest.mark.parametrize(("model_type", "reads"), [("phi3", False), ("qwen2", True)])

@@ -24,10 +24,11 @@ from export.sources.families import (
 )
 from export.sources.gguf_blocks import transcode
 from export.sources.gguf_config import llama3_factors, read_config
-from export.sources.gguf_keys import FIXED, NEUTRAL, USED
+from export.sources.gguf_keys import FIXED, NEUTRAL, USED, unknown_metadata
 from export.sources.gguf_names import architecture_of, place_of, tensor_names
 from export.sources.open import open_checkpoint
 from export.sources.source import INSIDE
+from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import BundleError
 
 NAMED = [f"tiny-{family}" for family in (*FAMILIES, "qwen3")]
@@ -172,14 +173,6 @@ def test_bad_gguf_files_are_refused(tmp_path: Path) -> None:
                 )
             )
         )
-    with pytest.raises(BundleError, match="cannot be understood"):
-        open_checkpoint(
-            str(
-                write_gguf(
-                    path, config, arrays, change=lambda w: w.add_string("qwen2.rope.freq_base", "x")
-                )
-            )
-        )
     without = {name: array for name, array in arrays.items() if "norm" not in name}
     with pytest.raises(BundleError, match=r"missing: model\.layers\.0"):
         open_checkpoint(str(write_gguf(path, config, without)))
@@ -195,6 +188,25 @@ def test_bad_gguf_files_are_refused(tmp_path: Path) -> None:
         open_checkpoint(str(path))
     path.write_bytes(b"GGUX" + content[4:])
     with pytest.raises(BundleError, match="not a little-endian GGUF"):
+        open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("output.weight", np.zeros((2, 160, 128), np.float32), "1 tensor of the wrong shape"),
+        ("output.weight", np.zeros((320, 128), np.int32), "type I32 cannot be read, as output.we"),
+        ("rope_freqs.weight", np.ones(16, np.int32), "type I32 cannot be read, as rope_freqs.we"),
+        ("rope_freqs.weight", np.full(16, np.nan, np.float32), "not one of Llama 3's scalings"),
+    ],
+)
+def test_a_tensor_of_another_shape_or_type_is_named(
+    tmp_path: Path, name: str, value: np.ndarray, message: str
+) -> None:
+    config, arrays = weights_of("tiny-llama")
+    arrays.pop("lm_head.weight")
+    path = write_with(tmp_path / "m.gguf", config, arrays, {name: value})
+    with pytest.raises(BundleError, match=message):
         open_checkpoint(str(path))
 
 
@@ -320,8 +332,8 @@ def test_the_number_of_blocks_that_are_left_out_takes_no_memory(tmp_path: Path) 
 
     def add(writer: gguf.GGUFWriter) -> None:
         del writer.kv_data[0]["qwen35.block_count"]
-        writer.add_uint64("qwen35.block_count", 2**60 + 4)
-        writer.add_uint64("qwen35.nextn_predict_layers", 2**60)
+        writer.add_uint32("qwen35.block_count", 2**31 + 4)
+        writer.add_uint32("qwen35.nextn_predict_layers", 2**31)
 
     file_of(path, "qwen3_5", {}, add, rms_norm_eps=1e-6, linear_key_head_dim=16)
     with open_checkpoint(str(path)) as read:
@@ -333,10 +345,10 @@ def test_a_damaged_number_of_heads_of_linear_attention_is_refused(tmp_path: Path
 
     def add(writer: gguf.GGUFWriter) -> None:
         del writer.kv_data[0]["qwen35.ssm.group_count"]
-        writer.add_int32("qwen35.ssm.group_count", -1)
+        writer.add_uint32("qwen35.ssm.group_count", 0)
 
     file_of(path, "qwen3_5", {}, add, rms_norm_eps=1e-6, linear_key_head_dim=16)
-    with pytest.raises(BundleError, match=r"qwen35\.ssm\.group_count = -1 is not supported"):
+    with pytest.raises(BundleError, match=r"qwen35\.ssm\.group_count = 0 is not supported"):
         open_checkpoint(str(path))
 
 
@@ -483,6 +495,15 @@ def test_each_key_of_gguf_is_in_one_list() -> None:
         ("tiny-qwen2", {"arch.rope.dimension_count": 16}, "rope.dimension_count = 16"),
         ("tiny-gemma3", {"arch.final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ("tiny-gemma3", {"arch.attention.key_length_swa": 16}, "key_length_swa = 16"),
+        ("tiny-gemma3", {"arch.block_count": 2**31}, "block_count = 2147483648 is not supported"),
+        ("tiny-llama", {"arch.block_count": 0}, "block_count = 0 is not supported"),
+        (
+            "tiny-llama",
+            {"arch.rope.scaling.type": "yarn", "arch.rope.scaling.factor": 0.5},
+            r"rope\.scaling\.factor = 0\.5 is not supported; it must be at least 1",
+        ),
+        ("tiny-llama", {"arch.attention.key_length": 0}, "attention.key_length = 0 is not supp"),
+        ("tiny-llama", {"arch.embedding_length": 129}, r"hidden_size is llama\.embedding_length"),
         ("tiny-gemma3", {"arch.dense_2_feat_in": 64}, "dense_2_feat_in = 64"),
         ("tiny-qwen3", {"tokenizer.ggml.remove_extra_whitespaces": True}, "extra_whitespaces"),
         ("tiny-qwen3", {"arch.novelty": 1.0}, "--remove-metadata qwen3.novelty"),
@@ -495,6 +516,30 @@ def test_an_entry_that_is_not_computed_is_refused(
 ) -> None:
     with pytest.raises(BundleError, match=message):
         open_checkpoint(str(of_preset(tmp_path / "m.gguf", preset, entries)))
+
+
+def test_an_entry_of_a_wrong_type_is_named(tmp_path: Path) -> None:
+    """Each entry that is used, whatever it says."""
+    apart = {"general.alignment", "split.count", IN_GGUF}  # which are read before, or checked apart
+    values = ["", "x", ["x"], np.array([1.5]), 0.5, -1, np.inf, np.nan, 2.0**40, True]
+    for name in sorted(key for key in USED - apart if "*" not in key):
+        key, accepted = name.replace("ARCH.", "qwen2."), []
+        for value in values:
+            try:
+                metadata = {"general.architecture": "qwen2", key: value}
+                unknown_metadata(metadata, "qwen2", "x")
+                accepted.append(value)
+            except BundleError as problem:
+                assert f"x: metadata {key} must be " in str(problem)
+        assert len(accepted) < len(values) / 2, key
+        for value in accepted:
+            written = value.tolist() if isinstance(value, np.ndarray) else value
+            entry = {name.replace("ARCH.", "arch."): written}
+            try:
+                with open_checkpoint(str(of_preset(tmp_path / "m.gguf", "tiny-qwen2", entry))) as m:
+                    m.tokenizer_files()
+            except BundleError as problem:
+                assert key in str(problem), f"{key}: {problem}"
 
 
 def test_entries_without_effect_and_unknown_ones(tmp_path: Path) -> None:

@@ -189,13 +189,13 @@ def test_byte_level_texts_come_back(pre: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.model": "bert"}, "'bert' are not supported"),
+        ({"tokenizer.ggml.model": "bert"}, "model = 'bert' is not supported"),
         ({"tokenizer.ggml.scores": None}, "score for each"),
-        ({"tokenizer.ggml.token_type": [1]}, "275 tokens with 1 token types"),
-        ({"tokenizer.ggml.tokens": []}, "0 tokens"),
+        ({"tokenizer.ggml.token_type": [1]}, "there are 275 and 1$"),
+        ({"tokenizer.ggml.tokens": []}, "there are 0 and 275$"),
         (
             {"tokenizer.ggml.bos_token_id": 10**6},
-            "bos token is number 1000000, but there are only 275",
+            "bos_token_id is 1000000, but there are only 275",
         ),
         ({"tokenizer.ggml.bos_token_id": "two"}, "cannot be converted"),
         ({"tokenizer.ggml.tokens": [1] * 275}, "cannot be converted"),

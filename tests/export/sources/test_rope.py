@@ -88,6 +88,13 @@ def test_positions_are_those_of_transformers(
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3}, "with beta_fast"),
         ({"rope_type": "default", "beta_fast": 3}, "with beta_fast"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        *(
+            ({"rope_type": "linear", "factor": value}, "factor of rotary positions must be a posi")
+            for value in (0, -2.0, False, "2", [2.0])
+        ),
+        ({"rope_type": "yarn", "factor": 2.0, "attention_factor": -1.0}, "attention_factor of rot"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": float("nan")}, "rope_scaling.beta_fast"),
+        *(({"rope_type": kind}, "rope_type .* is not supported") for kind in ("", 0, False, [])),
         ({"rope_type": "llama3", "factor": 2.0}, "Missing required keys .*low_freq_factor"),
     ],
 )
@@ -95,6 +102,25 @@ def test_what_cannot_be_computed_is_named(scaling: dict[str, Any], message: str)
     raw = {**PRESETS["tiny-llama"], "max_position_embeddings": 2048, "rope_scaling": scaling}
     with pytest.raises(BundleError, match=message):
         refuse_unread("llama", normalise_config(raw, "x", has_lm_head=True), raw, "x")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "gemma3_text", "phi3", "ministral3"])
+def test_a_base_or_a_share_that_turns_nothing_is_named(model_type: str) -> None:
+    """Beside all other settings, among those of positions, and in those of a type of layer."""
+    raw = tiny(model_type)
+    for key, values in (
+        ("rope_theta", (0, -1.0, False, "1e4", [1e4], {"x": 1})),
+        ("partial_rotary_factor", (0, -1.0, 1.5, False, "1")),
+        ("llama_4_scaling_beta", (-1.0, "x", [])),
+        ("factor", ({"x": 1},)),
+    ):
+        for value in values:
+            nested = raw["rope_parameters"] | {key: value}
+            for layers, scope in raw["rope_parameters"].items():
+                if isinstance(scope, dict):
+                    nested = raw["rope_parameters"] | {layers: scope | {key: value}}
+            with pytest.raises(BundleError, match=key):
+                normalise_config(raw | {"rope_parameters": nested}, "x", True)
 
 
 def test_a_base_beside_the_scaling_counts() -> None:
