@@ -201,10 +201,11 @@ class Trainer:
     def _saved_last(self) -> str:
         """The same for a run whose last save may be older, or which has none."""
         save = self.folder.saves.latest()
-        return self._saved_after(0 if save is None else self.folder.saves.step_of(save))
+        return self._saved_after(None if save is None else self.folder.saves.step_of(save))
 
-    def _saved_after(self, step: int) -> str:
-        state = f"its state after step {step} is saved" if step else "nothing was saved yet"
+    def _saved_after(self, step: int | None) -> str:
+        known = step is not None
+        state = f"its state after step {step} is saved" if known else "nothing was saved yet"
         return f"{state}; go on with: ondevice train --resume {self.folder.path}"
 
     @property

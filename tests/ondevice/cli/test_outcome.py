@@ -102,7 +102,7 @@ def test_files_that_are_none_or_nested_too_deeply(
         (None, "it is a pipe, socket or device, not a file"),
         ({"num_key_value_heads": 1e999}, "num_key_value_heads is inf, not a finite number"),
         ({"vocab_size": 1e999}, "vocab_size is inf, not a finite number"),
-        ({"rope_scaling": {"factor": -1e999}}, "rope_scaling is {'factor': -inf}, not a finite"),
+        ({"rope_scaling": {"factor": -1e999}}, "rope_scaling.factor is -inf, not a finite"),
     ],
 )
 def test_configurations_that_no_model_has(tmp_path: Path, config: object, told: str) -> None:
