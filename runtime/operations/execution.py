@@ -65,7 +65,7 @@ class Execution:
 
     @property
     def tiled(self) -> bool:
-        """Whether any matrix is multiplied tile by tile: compiled code takes quantized ones only."""
+        """Whether any matrix is multiplied by tiles: compiled code takes quantized ones only."""
         return not self.compiled or any(each.is_float for each in self.tables.matrices.values())
 
     @property
