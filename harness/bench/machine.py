@@ -97,6 +97,7 @@ def _extra(bundle: Path, measured: Process) -> dict[str, Any]:
     on_heap = alive - lowered.execution.largest_tile_bytes()
     planned_for = msgspec.convert(measured["machine_value"], Machine)
     backward = plan.gradient_bytes > 0
+    varied = backward and lowered.execution.tiled  # as `unused_bytes` counts it
     kept = measured["kept_in_use_bytes"]
     fixed = plan.process_bytes + alive + kept + plan.materialized_bytes
     wider = wider_bytes(manifest, plan.bucket, plan.value_bytes)
@@ -106,8 +107,8 @@ def _extra(bundle: Path, measured: Process) -> dict[str, Any]:
         "features": {
             "flat_bytes": 1.0,
             "share": float(max(0, on_heap)),
-            "share_of_backward": float(max(0, on_heap)) if backward else 0.0,
-            "share_of_logits": float(4 * plan.bucket * plan.chunk_rows) if backward else 0.0,
+            "share_of_backward": float(max(0, on_heap)) if varied else 0.0,
+            "share_of_logits": float(4 * plan.bucket * plan.chunk_rows) if varied else 0.0,
             "share_of_kept": float(kept),
         },
         "mapped": plan.mapped_value_bytes >= LONG_VALUE_BYTES,

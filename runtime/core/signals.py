@@ -57,13 +57,14 @@ def raised_at_last() -> Iterator[None]:
     That is in a finalizer or a callback of a library: Python prints the exception there, and the
     program would go on.
     """
-    before = sys.unraisablehook
+    before, timers = sys.unraisablehook, list[threading.Timer]()
 
     def again(lost: sys.UnraisableHookArgs) -> None:
         if lost.exc_type is KeyboardInterrupt:
             heard = next(number for number in ENDING if callable(signal.getsignal(number)))
             main = threading.main_thread().ident
-            threading.Timer(_AGAIN_S, signal.pthread_kill, [main, heard]).start()
+            timers.append(threading.Timer(_AGAIN_S, signal.pthread_kill, [main, heard]))
+            timers[-1].start()
         else:
             before(lost)
 
@@ -72,6 +73,9 @@ def raised_at_last() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = before
+        for timer in timers:  # nothing that comes after would take its signal
+            timer.cancel()
+            timer.join()
 
 
 def ignore() -> None:

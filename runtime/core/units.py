@@ -73,7 +73,7 @@ def format_bytes(size_bytes: int, *, up: bool = False) -> str:
 
 
 def format_number(value: float) -> str:
-    """A number to three digits or more, never as a power: "0.025", "40.8", "1,370"."""
+    """A number to three digits or more, a large one never as a power: "0.025", "40.8", "1,373"."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 

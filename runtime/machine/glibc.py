@@ -80,8 +80,8 @@ class HeapUse:
     of any block. `backward` is whether the method runs backward. `hole_bytes` are those of tiles
     that do not fit the holes that others leave, since what lies between these varies in size.
     `wider_bytes` are those that the widest value takes more than hidden states, and
-    `beside_forward_bytes` those that hidden states of forwards alone leave unused. Where products
-    are `compiled` there are no tiles, and a slice's values and logits lie where the last ones did.
+    `beside_forward_bytes` those that hidden states of forwards alone leave unused. Where nothing
+    is `tiled`, compiled code lets a slice's values and logits lie where the last ones did.
     """
 
     alive_bytes: int
@@ -94,7 +94,7 @@ class HeapUse:
     hole_bytes: int = 0
     wider_bytes: int = 0
     beside_forward_bytes: int = 0
-    compiled: bool = False
+    tiled: bool = True
 
 
 def unused_bytes(heap: Heap, use: HeapUse) -> int:
@@ -108,7 +108,7 @@ def unused_bytes(heap: Heap, use: HeapUse) -> int:
     mapped = use.logits_bytes > most
     off_heap = max(use.tile_bytes, use.chunk_bytes) if mapped else use.tile_bytes
     on_heap = max(0, use.alive_bytes - off_heap)
-    varied = use.backward and not use.compiled
+    varied = use.backward and use.tiled
     share = heap.share + (heap.share_of_backward if varied else 0.0)
     largest = 0 if use.largest_logits_bytes > most else use.largest_logits_bytes
     holes = use.hole_bytes + (heap.share_of_logits * largest if varied else 0)

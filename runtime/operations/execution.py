@@ -64,6 +64,11 @@ class Execution:
     threads: int = 1
 
     @property
+    def tiled(self) -> bool:
+        """Whether any matrix is multiplied by tiles: compiled code takes quantized ones only."""
+        return not self.compiled or any(each.is_float for each in self.tables.matrices.values())
+
+    @property
     def queries(self) -> int:
         """How many queries attention takes at once: where it is compiled, a block of its own."""
         return BLOCK if self.compiled else self.attention_block

@@ -69,7 +69,7 @@ def heap_use(model: PeakModel, alive_bytes: int, index: int) -> HeapUse:
         model.hole_bytes,
         model.wider_bytes,
         model.beside_forward_bytes,
-        model.execution.compiled,
+        model.execution.tiled,
     )
 
 

@@ -84,21 +84,22 @@ class Trainer:
         was_stopped = None if heartbeat is None else heartbeat.was_stopped
         if self.team.size > 1:
             self.team.recall(self.folder.speeds())
-        with catching_signals(was_stopped) as self.stop:
-            if fleet is not None:
-                fleet.digest = self.method.digest
-                fleet.hurry = lambda: self.stop.signal is not None
-            try:
-                self._run()
+        try:
+            with catching_signals(was_stopped) as self.stop:
                 if fleet is not None:
-                    fleet.end()
-            except WorkerError as problem:
-                raise self._without(problem) from None
-            except StorageError as problem:
-                if self.team.rank or not (self.folder.path / CONFIG).exists():  # it was moved
-                    raise
-                raise StorageError(f"{problem}; {self._saved_last}") from problem
-        return self._finish()
+                    fleet.digest = self.method.digest
+                    fleet.hurry = lambda: self.stop.signal is not None
+                try:
+                    self._run()
+                    if fleet is not None:
+                        fleet.end()
+                except WorkerError as problem:
+                    raise self._without(problem) from None
+            return self._finish()
+        except StorageError as problem:
+            if self.team.rank or not (self.folder.path / CONFIG).exists():  # it was moved
+                raise
+            raise StorageError(f"{problem}; {self._saved_last}") from problem
 
     def _run(self) -> None:
         self.session.profile.on = self.config.profile

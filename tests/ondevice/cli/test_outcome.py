@@ -283,8 +283,9 @@ class Dropped:
 
 def command():
     Dropped()
-    time.sleep(9)
-    print("went on")
+    if "short" not in sys.argv:
+        time.sleep(9)
+        print("went on")
 
 sys.exit(outcome_of(command))
 """
@@ -299,3 +300,9 @@ def test_a_signal_within_a_finalizer_ends_the_command(ignored: tuple[int, ...]) 
     words = [sys.executable, "-c", LOST]
     done = subprocess.run(words, capture_output=True, text=True, preexec_fn=ignore)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "ondevice: interrupted\n")
+
+
+def test_a_signal_within_the_last_finalizer_of_a_command_is_not_sent_after_it() -> None:
+    words = [sys.executable, "-c", LOST, "short"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -102,6 +102,19 @@ def test_logits_leave_a_share_of_a_chunk_unless_they_are_mapped(
                 assert unused_bytes(heap, replace(use, value_bytes=values)) == holes
 
 
+@pytest.mark.parametrize(
+    ("stored", "tiled"), [({}, False), ({"trainable": "full", "storage": "bfloat16"}, True)]
+)
+def test_tiles_leave_holes_where_compiled_code_takes_no_matrix(
+    tiny: Tiny, stored: dict[str, str], tiled: bool
+) -> None:
+    manifest, task = tiny("gemma3", seq_lens=(1024,), **stored).manifest, task_of(1024)
+    machine = with_heap(share_of_backward=0.5, share_of_logits=0.5)
+    compiled = msgspec.structs.replace(machine, llvm=True)
+    assert predicted(manifest, task, SIZES, machine=machine).slack_bytes > 0
+    assert (predicted(manifest, task, SIZES, machine=compiled).slack_bytes > 0) == tiled
+
+
 @pytest.mark.parametrize("method", ["mebp", "mezo"])
 def test_wider_values_do_not_fit_holes_of_hidden_states_unless_they_are_mapped(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str

@@ -18,7 +18,7 @@ from runtime.machine.footprint import Meter
 from runtime.parallel.exchange import Exchange
 from runtime.parallel.workers import Workers
 from runtime.run import budget, disk, resume, start
-from runtime.run.folder import RunFolder
+from runtime.run.folder import SUMMARY, RunFolder
 from runtime.run.results import Events
 from runtime.run.team import Team
 from runtime.storage import activations, scratch
@@ -192,3 +192,21 @@ def test_a_full_disk_says_how_much_a_file_needs(
     monkeypatch.setattr(scratch, "reserve", full)
     with pytest.raises(StorageError, match=r"mlp-products \(\d+ MB free, 24 MB needed\)"):
         activations.Activations(tmp_path, 3, 2, (1, 1000, 1000), "mlp-products")
+
+
+def test_a_disk_that_is_full_for_the_summary_says_how_to_go_on(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, written = tmp_path / "run", RunFolder.write_json
+
+    def write(folder: RunFolder, name: str, value: object) -> None:
+        if name == SUMMARY:
+            raise StorageError("the disk is full; make room")
+        written(folder, name, value)
+
+    monkeypatch.setattr(RunFolder, "write_json", write)
+    told = f"; make room; its state after step 2 is saved; go on with: .* --resume {run}$"
+    with pytest.raises(StorageError, match=told):
+        start.train(config_of(tiny, run, method="mezo"), Events())
+    monkeypatch.undo()
+    assert resume.resume(run, Events(), {}).steps == 2
