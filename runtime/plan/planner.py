@@ -43,7 +43,7 @@ LEAST_CONTEXT = 64  # tokens; a shorter context is not proposed
 DECODING_LANES = 16  # chunks of a prompt that are read together, if they fit
 EVALUATION_LANES = 8  # rows that are evaluated together, if they fit
 OWN_BYTES = 60_000  # of a thread that multiplies: its panel of weights, and its stack
-TEXT_BYTES = 200_000  # of the heap, which the texts of compiled code leave in pieces
+TEXT_BYTES = 500_000  # of the heap by texts of compiled code, and pages that a first step writes
 THREAD_BYTES = 100_000  # the stack of one that receives or sends slices of weights
 READ_AHEAD_BYTES = 100_000  # the prefetch thread's stack, besides what it fills of its buffer
 # The share of the budget that a predicted peak may reach. Of some 100 measured runs, one took 5 %

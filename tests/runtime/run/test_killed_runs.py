@@ -87,7 +87,7 @@ def test_killed_resumed_and_replayed_is_the_same(
     assert resumed == (step > SAVE_EVERY), done.stderr  # the first ends before its first save
     check_same(killed, whole)
     summary = summary_of(killed)
-    assert summary["peak_footprint_bytes"] <= 1.02 * summary["predicted_peak_bytes"]
+    assert summary["peak_footprint_bytes"] <= 1.03 * summary["predicted_peak_bytes"]
     assert summary.get("eval") == summary_of(whole).get("eval")
     if "eval_data" in options:
         before, after = (evaluations_of(whole)[when]["loss"] for when in ("before", "after"))
