@@ -364,7 +364,9 @@ def _check_positions(settings: Mapping[str, Any], where: str) -> None:
             if type(value) not in (int, float) or not least <= value <= most:
                 raise BundleError(f"{where}: {key} must be {wanted}, is {value!r:.40}")
         elif isinstance(value, dict):
-            raise BundleError(f"{where}: {key} of rotary positions must be no object, is {value}")
+            raise BundleError(
+                f"{where}: {key} of rotary positions must be no object, is {value!r:.40}"
+            )
 
 
 def _set_layer_types(full: dict[str, Any], family: str, where: str) -> None:
