@@ -452,6 +452,14 @@ def test_a_result_has_the_role_that_the_template_names(
     assert "a message" not in str(rows.report.lost)
 
 
+def test_a_result_keeps_a_role_that_the_template_names_beside_another(tmp_path: Path) -> None:
+    template = NAMED.replace("'RESULT'", "'tool' or m.role == 'observation'")
+    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
+    for name in ("tool", "observation"):
+        rows = read(bundle, {"messages": [ASKED, {"role": name, "content": "ten"}, ANSWER]})
+        assert f'<eos>{name}: "ten"<eos>' in texts(rows)[0]
+
+
 def test_a_result_that_the_template_does_not_write_is_counted(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": NAMED})
     rows = read(bundle, {"messages": [ASKED, {"role": "tool", "content": "ten"}, ANSWER]})
