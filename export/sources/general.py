@@ -221,6 +221,7 @@ def _check_numbers(
         )
     counts = (full.get(name) for name in EXPERTS)
     experts = next((count for count in counts if type(count) is int and count > 0), 0)
+    own_types = _own_types(str(full.get("model_type")))
     for key, value in full.items():
         if value is None and defaults.get(key) is None:
             continue
@@ -228,8 +229,8 @@ def _check_numbers(
             raise BundleError(f"{where}: {key} must be a positive integer, is {value!r:.40}")
         if _POSITIVE.search(key) and (type(value) not in (int, float) or value <= 0):
             raise BundleError(f"{where}: {key} must be a positive number, is {value!r:.40}")
-        if key == "sliding_window" and value not in (None, defaults.get(key)):
-            _check_window(value, where)
+        if key == "sliding_window" and value not in (None, defaults.get(key)) and not own_types:
+            _check_window(value, where)  # where types say which layers have one, it is with them
         if experts and _CHOSEN.search(key) and not (type(value) is int and 0 < value <= experts):
             raise BundleError(f"{where}: {key} must be from 1 to {experts}, is {value!r:.40}")
 
@@ -242,7 +243,7 @@ def _check_layer_types(raw: Mapping[str, Any], known: Collection[str], where: st
     types = raw.get("layer_types")
     if not isinstance(types, list) or {*map(str, types)} <= {FULL}:
         return
-    own = (completed({"model_type": raw["model_type"]}) or {}).get("layer_types") or ()
+    own = _own_types(raw["model_type"])
     by_convolution = "full_attn_idxs" in known  # LFM2's, in every layer without attention
     kinds = {FULL, "conv" if by_convolution else SLIDING, *own}
     kinds |= {word for pair in _LAYER_NAMES.get(raw["model_type"], {}).items() for word in pair}
@@ -252,6 +253,11 @@ def _check_layer_types(raw: Mapping[str, Any], known: Collection[str], where: st
             f"{where}: layer_types has {others[0]!r:.40}, which is not supported; supported are "
             f"{', '.join(sorted(kinds))}"
         )
+
+
+def _own_types(model_type: str) -> Collection[str]:
+    """The types of layers that transformers has by default; empty where it reads none."""
+    return (completed({"model_type": model_type}) or {}).get("layer_types") or ()
 
 
 def settings_class(model_type: str) -> Any:
@@ -358,7 +364,9 @@ def _check_positions(settings: Mapping[str, Any], where: str) -> None:
             if type(value) not in (int, float) or not least <= value <= most:
                 raise BundleError(f"{where}: {key} must be {wanted}, is {value!r:.40}")
         elif isinstance(value, dict):
-            raise BundleError(f"{where}: {key} of rotary positions must be no object, is {value}")
+            raise BundleError(
+                f"{where}: {key} of rotary positions must be no object, is {value!r:.40}"
+            )
 
 
 def _set_layer_types(full: dict[str, Any], family: str, where: str) -> None:

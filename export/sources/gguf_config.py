@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -145,12 +146,11 @@ def entries_of(family: str) -> dict[str, str]:
 def as_in_file(problem: BundleError, family: str, arch: str) -> BundleError:
     """The error to raise for one about a configuration, with the entries of what it names."""
     names = {**_SIZES, **{name: key for key, name in entries_of(family).items()}}
-    text = str(problem).replace(" ", "_")  # as some messages have the names
-    said = [
-        f"{name} is {arch}.{key}"
-        for name, key in names.items()
-        if name.removeprefix("num_") in text
-    ]
+    said = []
+    for name, key in names.items():
+        words = name.removeprefix("num_").replace("_", "[_ ]")  # as some messages have the names
+        if re.search(rf"(?<![\w/])(num_)?{words}(?![\w/])", str(problem)):
+            said.append(f"{name} is {arch}.{key}")
     return BundleError(f"{problem} (in the file {', '.join(said)})") if said else problem
 
 

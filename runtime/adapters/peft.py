@@ -255,15 +255,20 @@ def _patterns(config: dict[str, Any], name: str) -> _Patterns:
     ]
 
 
-def _given(patterns: _Patterns, module: str, usual: float) -> list[float]:
-    """The values that a module may have: of the first key that matches, and those not compared."""
+def _given(patterns: _Patterns, module: str, usual: float) -> set[float]:
+    """The least and the greatest value that a module may have, between which others are.
+
+    They are of the first key that matches, and of those before it that are not compared.
+    """
     values = []
     for pattern, value in patterns:
         if pattern is None or pattern.match(module):
             values.append(value)
         if pattern is not None and pattern.match(module):
-            return values
-    return [*values, usual]
+            break
+    else:
+        values.append(usual)
+    return {min(values), max(values)}
 
 
 def _is_plain(key: str, value: Any) -> bool:

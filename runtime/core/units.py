@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from fractions import Fraction
 
 from runtime.core.errors import UsageError
@@ -73,8 +74,8 @@ def format_bytes(size_bytes: int, *, up: bool = False) -> str:
 
 
 def format_number(value: float) -> str:
-    """A number to three digits or more, a large one never as a power: "0.025", "40.8", "1,373"."""
-    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+    """A number to three digits or more, never as a power: "0.025", "40.8", "1,373"."""
+    return f"{Decimal(f'{value:.3g}'):f}" if value < 999.5 else f"{value:,.0f}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -187,7 +187,9 @@ def _role(number: int, role: str, quoted: Collection[str]) -> str:
     known = ROLES.get(role.lower())
     if known in ("user", "assistant"):  # whose own words templates write in place of these
         return known
-    names = [*_RESULTS, role] if known == "tool" else [role]
+    names = [role]
+    if known == "tool":
+        names = [role, *_RESULTS] if role in _RESULTS else [*_RESULTS, role]
     if known is None and role not in quoted:
         raise ValueError(
             f"message {number} has the role {role!r}, which the chat template does not name; "

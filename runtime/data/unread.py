@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 
 from runtime.data.chat import ASSISTANT, ChatTemplate
 from runtime.data.conversation import Messages
@@ -131,12 +132,11 @@ def not_written(
     plain = [_without(message, "tool_calls") for message in messages]
     if plain != messages and _same_text(chat, plain, tools, text):
         dropped = f"{chat.name} does not write its tool calls"
-    lost = []
+    lost = [
+        f"a message of {messages[at]['role']!r}, which {chat.name} does not write"
+        for at in _unwritten(chat, messages, tools, text)
+    ]
     for at, message in enumerate(messages):
-        if message["role"] not in _WHOLE:  # a result of a tool, which may be written as JSON
-            other = {**message, "content": f"{message['content']}?"}
-            if _same_text(chat, [*messages[:at], other, *messages[at + 1 :]], tools, text):
-                lost.append(f"a message of {message['role']!r}, which {chat.name} does not write")
         for key in not_read(message, MESSAGE):
             if key not in chat.words and key not in REASONING:
                 continue  # which is named already
@@ -156,6 +156,29 @@ def not_written(
 
 
 _WHOLE = ("system", "user", ASSISTANT)  # whose texts are written as they stand
+
+
+def _unwritten(
+    chat: ChatTemplate, messages: Messages, tools: Messages | None, text: str
+) -> list[int]:
+    """Which results of tools a template does not write; it may write them as JSON.
+
+    All are changed at once first: mostly all are written, and one text shows it.
+    """
+    marks = {at: f"mark{at}." for at, each in enumerate(messages) if each["role"] not in _WHOLE}
+    changed = [
+        {**message, "content": f"{message['content']}{marks[at]}"} if at in marks else message
+        for at, message in enumerate(messages)
+    ]
+    with suppress(ValueError):  # it reads them
+        marked = chat.text(changed, tools) if marks else text
+        if all(mark in marked and mark not in text for mark in marks.values()):
+            return []
+    return [
+        at
+        for at in marks
+        if _same_text(chat, [*messages[:at], changed[at], *messages[at + 1 :]], tools, text)
+    ]
 
 
 def _keys(call: dict[str, object]) -> list[str]:

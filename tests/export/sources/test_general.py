@@ -240,6 +240,15 @@ def test_a_number_that_chooses_nothing_is_refused(wrong: dict[str, Any]) -> None
         normalise_config(raw, "x", True)
 
 
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_that_no_layer_has_may_be_any_number(window: int) -> None:
+    """As in transformers, where such a model computes what it does without one."""
+    raw = tiny("smollm3") | {"sliding_window": window}
+    raw["layer_types"] = ["full_attention"] * raw["num_hidden_layers"]
+    config = normalise_config(raw, "x", True)
+    assert not unread("smollm3", config, raw, "x")
+
+
 @pytest.mark.parametrize(
     ("model_type", "kind"),
     [

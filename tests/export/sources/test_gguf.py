@@ -23,7 +23,7 @@ from export.sources.families import (
     normalise_config,
 )
 from export.sources.gguf_blocks import transcode
-from export.sources.gguf_config import llama3_factors, read_config
+from export.sources.gguf_config import as_in_file, llama3_factors, read_config
 from export.sources.gguf_keys import FIXED, NEUTRAL, USED, unknown_metadata
 from export.sources.gguf_names import architecture_of, place_of, tensor_names
 from export.sources.open import open_checkpoint
@@ -516,6 +516,15 @@ def test_an_entry_that_is_not_computed_is_refused(
 ) -> None:
     with pytest.raises(BundleError, match=message):
         open_checkpoint(str(of_preset(tmp_path / "m.gguf", preset, entries)))
+
+
+def test_entries_are_named_of_whole_words_alone() -> None:
+    problem = BundleError("/head_dim/m.gguf: moe_intermediate_size must be 64 as hidden size, is 0")
+    said = str(as_in_file(problem, "qwen3_moe", "qwen3moe")).partition(" (in the file ")[2]
+    assert sorted(said.removesuffix(")").split(", ")) == [
+        "hidden_size is qwen3moe.embedding_length",
+        "moe_intermediate_size is qwen3moe.expert_feed_forward_length",
+    ]
 
 
 def test_an_entry_of_a_wrong_type_is_named(tmp_path: Path) -> None:

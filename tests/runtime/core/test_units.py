@@ -29,6 +29,8 @@ def test_seconds_to_about_three_digits(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
+        (0.0, "0"),
+        (0.0000123, "0.0000123"),
         (0.0251, "0.0251"),
         (1.0, "1"),
         (40.84, "40.8"),

@@ -10,6 +10,7 @@ import pytest
 from support.token_rows import make_bundle, make_tokenizer, tokenize
 
 from runtime.core.errors import DataError
+from runtime.data.chat import ChatTemplate
 from runtime.data.fields import NEUTRAL, RECORD, VERDICTS
 from runtime.data.report import FURTHER, MOST_LOST
 from runtime.data.rows import TokenRows
@@ -451,11 +452,44 @@ def test_a_result_has_the_role_that_the_template_names(
     assert "a message" not in str(rows.report.lost)
 
 
+def test_a_result_keeps_a_role_that_the_template_names_beside_another(tmp_path: Path) -> None:
+    template = NAMED.replace("'RESULT'", "'tool' or m.role == 'observation'")
+    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
+    for name in ("tool", "observation"):
+        rows = read(bundle, {"messages": [ASKED, {"role": name, "content": "ten"}, ANSWER]})
+        assert f'<eos>{name}: "ten"<eos>' in texts(rows)[0]
+
+
 def test_a_result_that_the_template_does_not_write_is_counted(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": NAMED})
     rows = read(bundle, {"messages": [ASKED, {"role": "tool", "content": "ten"}, ANSWER]})
     written = "which the chat template of bundle does not write"
     assert rows.report.lost == {f"a message of 'tool', {written}": 1}
+
+
+@pytest.mark.parametrize("check", ["", "{% if 'mark' in m.content %}{{ refuse() }}{% endif %}"])
+def test_of_many_results_those_are_counted_that_are_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str
+) -> None:
+    """Where all are written, one text of them shows it."""
+    named = NAMED.replace("'RESULT'", "'tool' and loop.index < 20").replace(
+        "{{ m.role", check + "{{ m.role"
+    )
+    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": named})
+    rendered: list[str] = []
+    text = ChatTemplate.text
+
+    def counted(chat: ChatTemplate, *conversation: Any) -> str:
+        rendered.append(text(chat, *conversation))
+        return rendered[-1]
+
+    monkeypatch.setattr(ChatTemplate, "text", counted)
+    results = [ASKED, *[{"role": "tool", "content": "ten"}] * 15, ANSWER]
+    assert not read(bundle, {"messages": results}).report.lost
+    assert len(rendered) < 5
+    results[-1:] = [ASKED, ANSWER, ASKED, {"role": "tool", "content": "ten"}, ANSWER]
+    (lost,) = read(bundle, {"messages": results}).report.lost
+    assert "a message of 'tool', which the chat template" in lost
 
 
 def test_a_system_is_text(bundle: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,23 @@ def test_settings_follow_from_tensors_and_configuration(
     found = lora_of(configured(theirs("mlx"), num_layers=16), bundle.manifest)
     assert found is not None and (found.layers, found.targets) == (1, targets)
     assert np.isclose(found.scale, expected.scale, rtol=1e-12) and not found.rslora
+
+
+def test_keys_that_are_not_compared_take_no_time_of_each_pair(
+    bundle: Bundle, theirs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, close = [0], math.isclose
+
+    def isclose(*values: float) -> bool:
+        counted[0] += 1
+        return close(*values)
+
+    keys = [f"{number}+" for number in range(100)]
+    patterns = {"rank_pattern": dict.fromkeys(keys, 3), "alpha_pattern": dict.fromkeys(keys, 5)}
+    folder = configured(theirs("peft"), **patterns)
+    monkeypatch.setattr(math, "isclose", isclose)
+    assert lora_of(folder, bundle.manifest) is not None
+    assert 0 < counted[0] < 100
 
 
 @pytest.mark.parametrize(
