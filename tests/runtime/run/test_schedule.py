@@ -24,7 +24,7 @@ def of(count: int) -> Samples:
     [
         (146, {"batch_size": 4}, 110, "3 epochs of 146 rows in batches of 4 = 110 steps"),
         (100, {"epochs": 0.07}, 7, "0.07 epochs of 100 rows in batches of 1 = 7 steps"),
-        (7, {"epochs": 1e-6}, 1, "1e-06 epochs of 7 rows in batches of 1 = 1 step"),
+        (7, {"epochs": 1e-6}, 1, "0.000001 epochs of 7 rows in batches of 1 = 1 step"),
         (
             10,
             {"epochs": 1, "batch_size": 2, "grad_accumulation": 2, "pack": True},
