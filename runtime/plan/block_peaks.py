@@ -25,7 +25,7 @@ from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, LoweredModel, way_of
 from runtime.storage.write_back import QUEUED
 
-BESIDE_FORWARD = 0.25  # hidden states; without tiles in it, the heap of MeZO was seen to have unused
+BESIDE_FORWARD = 0.25  # hidden states; without tiles, the heap of MeZO was seen to have unused
 SLOT_BYTES = 1 << 15  # by which a layer's slot is larger than its weights, at most
 STREAMED_BYTES = 1 << 20  # of a tile that is updated although no product reads it
 
