@@ -16,7 +16,7 @@ from export.cut.model import Cut
 from export.passes.block_pass import RowPass, RowProducts
 from export.quantize.gptq import Factor, gptq, gptq_bytes, prepare, prepare_bytes
 from export.quantize.gram import ALIGN, Gram, add_bytes, gram_bytes, tied_hessian
-from export.quantize.search import Quantized
+from export.quantize.nearest import Quantized
 from export.sources.source import SLICE_VALUES
 from export.stored import QuantizedForm
 from export.tensors import Tensors

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from export.cut.model import Cut
-from export.quantize.search import ErrorSums, Quantized, error_sums, quantize_rows, together
+from export.quantize.nearest import ErrorSums, Quantized, error_sums, quantize_rows, together
 from export.sources.source import Checkpoint, slices
 from export.stored import F32, FloatForm, QuantizedForm, QuantizedRows, StoredForm
 from runtime.arrays.stored import Extent, Matrix

@@ -20,8 +20,8 @@ from runtime.config.shared import DataOptions
 from runtime.core.errors import BudgetError, BundleError
 from runtime.core.notes import Progress
 from runtime.core.units import format_bytes
-from runtime.data.rows import RandomRows, Rows
 from runtime.data.source import TokenSource, reading_of
+from runtime.data.token_rows import RandomRows, Rows
 from runtime.engine.divergence import HEAD_VALUES, Divergence, compare_heads
 from runtime.engine.sample import Row
 from runtime.machine.footprint import Meter

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from export.quantize.gram import Gram
+from export.quantize.nearest import CHUNK_VALUES, ErrorSums, Quantized, fit_rows, together
 from export.quantize.scales import Floats, inverse_of
-from export.quantize.search import CHUNK_VALUES, ErrorSums, Quantized, fit_rows, together
 from export.stored import F32, QuantizedForm, QuantizedRows, words_of
 from runtime.core.errors import DataError
 

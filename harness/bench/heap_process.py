@@ -25,8 +25,8 @@ from runtime.bundle.store import Bundle  # noqa: E402
 from runtime.config.methods import METHODS  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
 from runtime.core.errors import OnDeviceError  # noqa: E402
-from runtime.data.rows import RANDOM_ROWS, RandomRows  # noqa: E402
 from runtime.data.samples import Samples  # noqa: E402
+from runtime.data.token_rows import RANDOM_ROWS, RandomRows  # noqa: E402
 from runtime.machine.footprint import Meter  # noqa: E402
 from runtime.machine.machine import Machine  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402

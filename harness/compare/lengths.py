@@ -13,8 +13,8 @@ from pathlib import Path
 from harness.config.compare import EVAL_EVERY, CompareConfig, by_method, search_of
 from runtime.config.methods import METHODS
 from runtime.config.shared import StepConfig
-from runtime.data.rows import count_rows
 from runtime.data.run_rows import TOKENS
+from runtime.data.token_rows import count_rows
 from runtime.methods.protocol import method as implementation
 from runtime.methods.protocol import passes_before
 

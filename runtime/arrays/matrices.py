@@ -17,7 +17,7 @@ from runtime.arrays.packed_rows import Floats, PackedRows
 from runtime.arrays.products import Products
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Matrix
-from runtime.arrays.tiles import Input, ReadyTile
+from runtime.arrays.tile_products import Input, ReadyTile
 from runtime.arrays.values import Move
 from runtime.arrays.weight_source import WeightSource
 from runtime.machine.threads import Team

@@ -23,7 +23,6 @@ from runtime.data.packing import PackingReport, pack
 from runtime.data.process import call
 from runtime.data.records import TEXT, suffix_of
 from runtime.data.report import DataReport
-from runtime.data.rows import Lengths
 from runtime.data.source import (
     Reading,
     beside,
@@ -34,6 +33,7 @@ from runtime.data.source import (
     split_file,
 )
 from runtime.data.text_encoder import TextEncoder, load_encoder
+from runtime.data.token_rows import Lengths
 from runtime.data.tokenizing import TRAIN, VALID, Reader
 from runtime.plan.plan import choose_bucket
 

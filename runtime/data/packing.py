@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from runtime.data.rows import Lengths, order
+from runtime.data.token_rows import Lengths, order
 
 WINDOW = 4096  # rows among which those that fit together are looked for
 

@@ -15,8 +15,8 @@ from runtime.core.errors import DataError, UsageError
 from runtime.core.units import counted
 from runtime.data.hub import forget, hub_dataset, located
 from runtime.data.report import DataReport
-from runtime.data.rows import Lengths, Positions, Rows, Tokens, order
 from runtime.data.source import TokenSource, bucket_to_pack, reading_of, split_file
+from runtime.data.token_rows import Lengths, Positions, Rows, Tokens, order
 
 TOKENS = ("train.tokens", "valid.tokens")
 MIX, ALSO = "mix.tokens", "also-{}.tokens"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from runtime.bundle.manifest import Manifest
 from runtime.config.train import TrainConfig
 from runtime.data.packing import Packing, PackingReport, pack
-from runtime.data.rows import Lengths, Rows, order
+from runtime.data.token_rows import Lengths, Rows, order
 from runtime.engine.sample import PackedRows, Row, Sample
 from runtime.plan.plan import choose_bucket
 

@@ -26,7 +26,7 @@ from runtime.data.hub import NAMES, located
 from runtime.data.limits import Limits
 from runtime.data.process import call
 from runtime.data.records import TEXT, suffix_of
-from runtime.data.rows import RANDOM_ROWS, RandomRows, Rows, TokenRows, random_seed
+from runtime.data.token_rows import RANDOM_ROWS, RandomRows, Rows, TokenRows, random_seed
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""From a file of data to a token file (see `runtime.data.rows`), in a process of its own.
+"""From a file of data to a token file (see `runtime.data.token_rows`), in a process of its own.
 
 Memory is bounded whatever the size of the corpus (but for .json files): text goes through in
 chunks, rows go to spool files, and the token file appears whole under its name or not at all.
@@ -34,9 +34,9 @@ from runtime.data.fields import Recognised, recognise
 from runtime.data.loss_mask import Row, row_of
 from runtime.data.records import READERS, TEXT, encoding_of, not_text, records, suffix_of
 from runtime.data.report import DataReport
-from runtime.data.rows import HEADER, MAGIC, VERSION
 from runtime.data.source import Reading
 from runtime.data.text_encoder import TextEncoder, load_encoder
+from runtime.data.token_rows import HEADER, MAGIC, VERSION
 
 CHUNK_CHARS = 2**16
 MAX_CHUNK_CHARS = 2**20
@@ -44,7 +44,7 @@ TRAIN, VALID = "train", "valid"
 NOT_EMBEDDED = "the model does not embed all of its tokens"
 TOO_LATE = "what is scored begins after"
 RESIZE = "resize its embedding in transformers (resize_token_embeddings) and export that"
-_ENTRY = struct.Struct("<qI")  # runtime.data.rows.INDEX
+_ENTRY = struct.Struct("<qI")  # runtime.data.token_rows.INDEX
 
 
 def text_chunks(lines: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[str]:

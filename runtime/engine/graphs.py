@@ -14,7 +14,7 @@ from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError
 from runtime.core.files import private_copy, read_file, reading_errors
 from runtime.core.remembered import remembered
-from runtime.engine.replay import Array, Replay, UnknownPrimitiveError
+from runtime.engine.numpy_graphs import Array, Replay, UnknownPrimitiveError
 from runtime.operations.values import dtype_of
 
 

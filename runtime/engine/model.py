@@ -18,7 +18,7 @@ from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.products import products_for
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Block, Matrix
-from runtime.arrays.tiles import ReadyTile
+from runtime.arrays.tile_products import ReadyTile
 from runtime.arrays.values import Gradients, Loras, Values, move_of
 from runtime.arrays.weight_source import WeightSource
 from runtime.bundle.store import Bundle

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.stored import Matrix
-from runtime.arrays.tiles import Input, ReadyTile, RowSum
+from runtime.arrays.tile_products import Input, ReadyTile, RowSum
 from runtime.arrays.values import Gradients, Loras, Values
 from runtime.core.errors import BundleError
 from runtime.operations.experts import Experts

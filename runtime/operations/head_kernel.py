@@ -32,7 +32,7 @@ from runtime.arrays.arrays import Arrays, row_sums
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.products import Products
 from runtime.arrays.stored import Matrix
-from runtime.arrays.tiles import Input, ReadyTile, RowSum
+from runtime.arrays.tile_products import Input, ReadyTile, RowSum
 from runtime.arrays.values import Lora, Move
 from runtime.operations.logits_kernel import Shaping
 

@@ -20,7 +20,7 @@ from runtime.arrays.dropout import DropoutMask
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.products import LowRank
 from runtime.arrays.stored import Matrix
-from runtime.arrays.tiles import Input, RowSum
+from runtime.arrays.tile_products import Input, RowSum
 from runtime.arrays.values import Gradients, Lora, Loras, Move, Values, accumulate, move_of
 from runtime.operations.kernel import Kernel, Run
 from runtime.operations.linear import Linear

@@ -25,7 +25,7 @@ from runtime.arrays.dropout import DropoutMask
 from runtime.arrays.matrices import Matrices
 from runtime.arrays.products import LowRank
 from runtime.arrays.stored import Matrix
-from runtime.arrays.tiles import Input, ReadyTile, RowSum
+from runtime.arrays.tile_products import Input, ReadyTile, RowSum
 from runtime.arrays.values import Gradients, Lora, Loras, Values, accumulate
 from runtime.operations.gated_kernel import Curve, curve_of, gated, gated_vjp
 from runtime.operations.kernel import Kernel, Run, Tools

@@ -19,7 +19,7 @@ from runtime.operations.experts import Experts
 from runtime.operations.program import Instruction, Program
 from runtime.operations.sliced_mlp import SlicedMlp
 from runtime.operations.values import DECODED_TOKENS, F32
-from runtime.plan.schedule import (
+from runtime.plan.operation_order import (
     backward_schedule,
     forward_schedule,
     keeping_schedule,

@@ -27,7 +27,7 @@ from runtime.plan.cost import seconds
 from runtime.plan.limit import check_limit
 from runtime.plan.lower import LoweredBlock, Sizes, lower, lower_blocks
 from runtime.plan.plan import Plan, Task, deciding_differences, scratch_files
-from runtime.plan.sizes import (
+from runtime.plan.size_levels import (
     BLOCK,
     LEVELS,
     NARROW,

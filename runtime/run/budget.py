@@ -23,7 +23,7 @@ from runtime.plan.limit import check_limit
 from runtime.plan.lower import lower
 from runtime.plan.plan import Plan, Request, Task, choose_bucket, deciding_differences
 from runtime.plan.planner import DECODING_LANES, EVALUATION_LANES, Planner
-from runtime.plan.sizes import LEVELS
+from runtime.plan.size_levels import LEVELS
 
 EVALUATION = Demand(slots=0, lanes=lane_choices(EVALUATION_LANES), all_adapters=True, trains=False)
 """The demand of an evaluation: the adapters of all blocks, and rows that travel together."""

@@ -14,8 +14,8 @@ import numpy as np
 from runtime.config.evaluate import EvalConfig
 from runtime.core.errors import InterruptedRunError
 from runtime.core.signals import Stop, cause
-from runtime.data.rows import RandomRows, Rows
 from runtime.data.source import TokenSource, reading_of
+from runtime.data.token_rows import RandomRows, Rows
 from runtime.engine.model import Model
 from runtime.engine.sample import Row
 from runtime.engine.visits import visit, visits

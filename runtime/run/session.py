@@ -11,7 +11,7 @@ from runtime.arrays.compiled_products import MapTiles
 from runtime.arrays.matrices import Place
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.profile import Profile
-from runtime.arrays.tiles import ReadyTile
+from runtime.arrays.tile_products import ReadyTile
 from runtime.arrays.weight_source import WeightSource
 from runtime.bundle.store import Bundle, open_bundle
 from runtime.core.notes import Note, silent, warning

@@ -25,7 +25,7 @@ from runtime.core.errors import (
     WorkerError,
 )
 from runtime.core.signals import Stop, catching_signals, cause
-from runtime.data.rows import Rows
+from runtime.data.token_rows import Rows
 from runtime.engine.sample import Sample
 from runtime.machine.backend import describe
 from runtime.methods.adapters import Adapters

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from runtime.arrays.dequantize import dense
 from runtime.arrays.products import Products
 from runtime.arrays.stored import Matrix
-from runtime.arrays.tiles import ReadyTile
+from runtime.arrays.tile_products import ReadyTile
 from runtime.arrays.weight_source import Tile
 
 ROUNDING = 2.0**-8  # the most by which rounding changes a value, relatively

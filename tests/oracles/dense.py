@@ -30,8 +30,8 @@ from oracles.whole_model import dense_model, gradients  # noqa: E402
 from runtime.bundle.store import open_bundle  # noqa: E402
 from runtime.config.base import load  # noqa: E402
 from runtime.config.train import TrainConfig  # noqa: E402
-from runtime.data.rows import TokenRows  # noqa: E402
 from runtime.data.samples import Samples  # noqa: E402
+from runtime.data.token_rows import TokenRows  # noqa: E402
 from runtime.engine.sample import Row  # noqa: E402
 from runtime.methods.adapters import Adapters  # noqa: E402
 from runtime.methods.protocol import StepLoss  # noqa: E402

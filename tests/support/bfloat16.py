@@ -8,7 +8,7 @@ from oracles.bfloat16 import RoundedProducts
 from runtime.arrays.arrays import Arrays
 from runtime.arrays.products import Products
 from runtime.arrays.stored import Matrix
-from runtime.arrays.tiles import ReadyTile
+from runtime.arrays.tile_products import ReadyTile
 from runtime.arrays.weight_source import Tile
 from runtime.engine import model
 from runtime.machine import compute_dtype, machine_code

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from oracles import whole_model as reference
 
-from export.quantize.search import quantize_rows
+from export.quantize.nearest import quantize_rows
 from export.stored import QuantizedForm
 from runtime.arrays.stored import ALIGNMENT, FLOAT_BITS, PAGE, Extent, Matrix
 from runtime.bundle.manifest import manifest_bytes

@@ -27,7 +27,7 @@ from runtime.methods.protocol import StepLoss
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.objective import Loss
 from runtime.plan.lower import Sizes, lower
-from runtime.plan.schedule import backward_schedule
+from runtime.plan.operation_order import backward_schedule
 from runtime.storage.activations import Activations
 from runtime.storage.weights import Weights
 

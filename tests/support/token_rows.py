@@ -9,9 +9,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from runtime.data.loss_mask import Row
 from runtime.data.report import DataReport
-from runtime.data.rows import Rows, TokenRows
 from runtime.data.source import READ_ALL, Reading
 from runtime.data.text_encoder import load_encoder
+from runtime.data.token_rows import Rows, TokenRows
 from runtime.data.tokenizing import Reader, write_token_file
 
 VOCAB = 101

@@ -9,7 +9,7 @@ import pytest
 
 from export.quantize.gptq import Factor, gptq, gptq_bytes, prepare, prepare_bytes
 from export.quantize.gram import Gram
-from export.quantize.search import Quantized, quantize_rows
+from export.quantize.nearest import Quantized, quantize_rows
 from export.stored import QuantizedForm, codes_of
 from runtime.core.errors import DataError
 

@@ -14,8 +14,8 @@ from support.token_rows import VOCAB, make_bundle
 from fuzz.forked_module import forked_modules
 from fuzz.kind import Change, Kind, Read, damage, put_in_place, sha256
 from runtime.core.errors import DataError
-from runtime.data.rows import TokenRows
 from runtime.data.source import Reading, prepare_tokens
+from runtime.data.token_rows import TokenRows
 
 LENGTH = 256
 TEMPLATE = (Path(__file__).parents[2] / "support/chat_templates/chatml.jinja").read_text()

@@ -11,8 +11,8 @@ from support.token_rows import VOCAB, make_bundle
 
 from fuzz.kind import Change, Kind, Read, damage, put_in_place, write
 from fuzz.kinds.data import LENGTH, ROWS, TOKENIZER, tokenized
-from runtime.data.rows import TokenRows
 from runtime.data.source import Reading
+from runtime.data.token_rows import TokenRows
 
 TEMPLATES = sorted((Path(__file__).parents[2] / "support/chat_templates").glob("*.jinja"))
 FILE = "chat_template.jinja"

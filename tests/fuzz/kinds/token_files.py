@@ -9,7 +9,7 @@ from support.mutations import Rng
 from support.token_rows import VOCAB, after, write_rows
 
 from fuzz.kind import Change, Kind, Read, damage, put_in_place, write
-from runtime.data.rows import HEADER, INDEX, MAGIC, VERSION, TokenRows
+from runtime.data.token_rows import HEADER, INDEX, MAGIC, VERSION, TokenRows
 
 FILE = "train.tokens"
 ROWS = [after([0, 5, 9, 7, 3]), after([0, 8, 2, 4, 6, 1, 9], 2), after([3, 4])]

@@ -25,7 +25,7 @@ from runtime.arrays.compiled_products import CompiledProducts, MapTile
 from runtime.arrays.dequantize import dense
 from runtime.arrays.product_text import NARROW, WIDE, Registers, rounding_text, text_of
 from runtime.arrays.products import LowRank
-from runtime.arrays.tiles import Input, ReadyTile, RowSum
+from runtime.arrays.tile_products import Input, ReadyTile, RowSum
 from runtime.engine.model import Model
 from runtime.machine import compute_dtype, machine_code
 from runtime.machine.compiling_process import image

@@ -27,8 +27,8 @@ from support.token_rows import (
 from runtime.config.shared import DATA_SUFFIXES
 from runtime.core.errors import DataError
 from runtime.data.records import READERS, TEXT, encoding_of, records, suffix_of
-from runtime.data.rows import TokenRows
 from runtime.data.source import READ_ALL, Reading, prepare_tokens, split_file
+from runtime.data.token_rows import TokenRows
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}<eos>{% endfor %}{{ 'a: ' if "
 CHAT += "add_generation_prompt else '' }}"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runtime.data import packing
 from runtime.data.packing import Packing, pack
-from runtime.data.rows import Lengths, order
+from runtime.data.token_rows import Lengths, order
 
 LENGTH = 64
 ROWS = st.lists(st.integers(1, LENGTH), min_size=1, max_size=200)

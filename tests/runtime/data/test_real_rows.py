@@ -13,9 +13,9 @@ from runtime.core.errors import DataError
 from runtime.data.chat import ChatTemplate
 from runtime.data.fields import NEUTRAL, RECORD, VERDICTS
 from runtime.data.report import FURTHER, MOST_LOST
-from runtime.data.rows import TokenRows
 from runtime.data.source import READ_ALL, Reading
 from runtime.data.text_encoder import load_encoder
+from runtime.data.token_rows import TokenRows
 
 CHAT = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.data import samples as sample_order
-from runtime.data.rows import RandomRows, order
 from runtime.data.run_rows import MixedRows
 from runtime.data.samples import SampleOrder
+from runtime.data.token_rows import RandomRows, order
 
 BUCKETS = (16, 32, 64)
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=60)

@@ -25,9 +25,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from runtime.core.errors import DataError, StorageError
 from runtime.data import tokenizing as tokenize_file
-from runtime.data.rows import TokenRows
 from runtime.data.source import prepare_tokens
 from runtime.data.text_encoder import load_encoder
+from runtime.data.token_rows import TokenRows
 
 
 @pytest.fixture

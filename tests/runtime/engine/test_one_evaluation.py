@@ -38,7 +38,7 @@ from export import graph_files
 from export.graph_files import trace_graphs
 from runtime.arrays.arrays import Arrays
 from runtime.arrays.products import Products
-from runtime.arrays.tiles import ReadyTile
+from runtime.arrays.tile_products import ReadyTile
 from runtime.bundle.checks import check_manifest
 from runtime.bundle.store import Bundle
 from runtime.bundle.traced import read_traced
@@ -51,7 +51,7 @@ from runtime.operations.elementwise import Elementwise
 from runtime.operations.values import dtype_of
 from runtime.plan.lower import Sizes
 from runtime.plan.plan import Plan
-from runtime.plan.sizes import BLOCK, LEVELS, OPERATIONS
+from runtime.plan.size_levels import BLOCK, LEVELS, OPERATIONS
 from runtime.run import session
 from runtime.run.session import Session, open_session
 from runtime.storage.activations import Activations

@@ -26,7 +26,7 @@ from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.plan.lower import Sizes
 from runtime.plan.plan import Plan
-from runtime.plan.sizes import LEVELS, PAPER
+from runtime.plan.size_levels import LEVELS, PAPER
 from runtime.run.session import open_session
 from runtime.storage.activations import Activations
 from runtime.storage.scratch import MappedTensors

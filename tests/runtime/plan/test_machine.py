@@ -23,7 +23,7 @@ from runtime.plan.allocator import ARRAYS
 from runtime.plan.lower import MOST_CHUNKS
 from runtime.plan.plan import Plan, Task
 from runtime.plan.planner import Planner
-from runtime.plan.sizes import LEVELS, OPERATIONS, PACKED
+from runtime.plan.size_levels import LEVELS, OPERATIONS, PACKED
 
 TASKS = {
     "mebp": task_of(64, rows=2),

@@ -29,7 +29,7 @@ from runtime.plan.cost import seconds
 from runtime.plan.lower import Sizes, lower
 from runtime.plan.plan import Task, choose_bucket, deciding_differences
 from runtime.plan.planner import MARGIN, READING_BYTES, Planner, _worth
-from runtime.plan.sizes import LEVELS
+from runtime.plan.size_levels import LEVELS
 from runtime.run.session import open_session
 
 

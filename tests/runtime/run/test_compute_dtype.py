@@ -30,7 +30,7 @@ from runtime.config.train import PlanConfig
 from runtime.core.errors import UsageError
 from runtime.machine import compute_dtype, machine_code
 from runtime.methods.zeroth import forward_only
-from runtime.plan.sizes import LEVELS
+from runtime.plan.size_levels import LEVELS
 from runtime.run.budget import for_values
 
 HALF, BYTES = "bfloat16", 2

@@ -34,7 +34,7 @@ from runtime.operations.values import CHUNK_TOKENS, DECODED_TOKENS
 from runtime.plan.lower import lower
 from runtime.plan.plan import Plan, Request, Task
 from runtime.plan.planner import DECODING_LANES, Planner
-from runtime.plan.sizes import LEVELS
+from runtime.plan.size_levels import LEVELS
 from runtime.run.budget import decoding, plan_decoding
 from runtime.run.decoder import Decoder
 from runtime.run.lora import to_apply

@@ -26,7 +26,7 @@ from runtime.operations.values import F32
 from runtime.plan.block_peaks import BlockPeak
 from runtime.plan.plan import FACTS, Plan, deciding_differences
 from runtime.plan.planner import Planner
-from runtime.plan.sizes import LEVELS
+from runtime.plan.size_levels import LEVELS
 from runtime.run import budget, resume, start
 from runtime.run.folder import VERSION, RunFolder, plan_bytes
 from runtime.run.lora import to_resume

@@ -28,8 +28,8 @@ from runtime.bundle.store import Bundle
 from runtime.config.base import load
 from runtime.config.train import TrainConfig
 from runtime.core.units import parse_bytes
-from runtime.data.rows import TokenRows
 from runtime.data.samples import Samples
+from runtime.data.token_rows import TokenRows
 
 LONGEST = "--max-seq-length=32"
 WORDS = ("sun", "the rain", "we", "no", "bathe in", "ice")

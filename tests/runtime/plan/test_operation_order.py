@@ -14,7 +14,7 @@ from runtime.operations.gated import Gated
 from runtime.operations.linear import Linear
 from runtime.operations.program import Instruction, Program
 from runtime.operations.sliced_mlp import SlicedMlp
-from runtime.plan.schedule import (
+from runtime.plan.operation_order import (
     backward_schedule,
     forward_schedule,
     keeping_schedule,

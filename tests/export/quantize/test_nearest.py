@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from export.quantize.search import quantize_rows
+from export.quantize.nearest import quantize_rows
 from export.stored import QuantizedForm, QuantizedRows
 
 Rng = np.random.Generator

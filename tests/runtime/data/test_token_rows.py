@@ -18,12 +18,13 @@ from support.token_rows import VOCAB, after, listed, write_rows
 from runtime.core.errors import DataError, UsageError
 from runtime.data import rows as data
 from runtime.data.report import DataReport
-from runtime.data.rows import RandomRows, TokenRows, order
 from runtime.data.source import prepare_tokens, split_file
+from runtime.data.token_rows import RandomRows, TokenRows, order
 
 
 def test_the_training_process_does_not_load_the_tokenizer() -> None:
-    code = "import sys, runtime.data.rows; print('tokenizers' in sys.modules, 'mlx' in sys.modules)"
+    loaded = "'tokenizers' in sys.modules, 'mlx' in sys.modules"
+    code = f"import sys, runtime.data.token_rows; print({loaded})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
