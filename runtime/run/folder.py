@@ -48,12 +48,20 @@ from runtime.run.team import WORKERS, Speeds
 from runtime.run.trackers import OF_TRACKERS
 from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Log
-from runtime.storage.saves import CONFIG, SAVES, SLOTS, Saves, State, another_run, other_ways
+from runtime.storage.saves import (
+    CONFIG,
+    SAVES,
+    SLOTS,
+    Saves,
+    State,
+    another_run,
+    other_ways,
+)
 
 T = TypeVar("T")
 D = TypeVar("D")
 VERSION = 4  # of a run's files, which plan.json names; a save has one of its own
-PLAN, METRICS, SUMMARY = "plan.json", "metrics.jsonl", "summary.json"
+PLAN, METRICS = "plan.json", "metrics.jsonl"
 EVALUATIONS, OTHER_EVALUATIONS = "evaluations.json", "also-evaluated.json"
 SPEEDS = "speeds.json"
 INITIAL = "initial"

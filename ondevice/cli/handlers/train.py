@@ -173,8 +173,11 @@ def run_replay(arguments: argparse.Namespace) -> None:
     config = configuration(ReplayConfig, arguments)
     set_up()
     from runtime.run.replay import replay
+    from runtime.storage.saves import unfinished
 
     run = Path(config.run)
+    if text := unfinished(run):
+        note(text)
     output = run / "replayed" if config.output is None else Path(config.output)
     if config.output is None and output.is_symlink():
         raise UsageError(f"{output} is a symbolic link; name a folder by --output")
