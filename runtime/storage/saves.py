@@ -16,6 +16,7 @@ import msgspec
 from runtime.core.documents import from_toml
 from runtime.core.errors import BundleError
 from runtime.core.files import read_file, reading_errors, require_file, sha256_file, write_atomic
+from runtime.core.typed import decoded
 from runtime.core.version import of_another_version
 from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Prefix
@@ -163,11 +164,11 @@ class Saves:
         with reading_errors(path):
             data = read_file(path)
         try:
-            stamp = msgspec.json.decode(data, type=_Stamped).version
+            stamp = decoded(data, _Stamped).version
             if other := of_another_version(stamp, VERSION, other_ways(self.run, copy=True)):
                 raise BundleError(f"{path}: {other}")
-            state = msgspec.json.decode(data, type=State)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as problem:
+            state = decoded(data, State)
+        except ValueError as problem:
             raise BundleError(f"{path} is damaged: {problem}; {self.way_out(place)}") from None
         if data != state.encode():
             raise BundleError(
