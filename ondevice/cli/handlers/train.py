@@ -47,7 +47,8 @@ def run_data(arguments: argparse.Namespace) -> None:
 
     config = configuration(DataConfig, arguments)
     bundle = open_bundle(config.bundle)
-    overview = confined_overview(config)
+    with task_bar("row") as progress:
+        overview = confined_overview(config, progress)
     buckets = bundle.manifest.buckets
     first = next(iter(overview.reports.values()))
     if arguments.json:
