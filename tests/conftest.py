@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import zlib
@@ -55,9 +54,10 @@ from export.bundle import export_bundle  # noqa: E402
 from export.config.export import ExportConfig  # noqa: E402
 from runtime.arrays.arrays import Arrays  # noqa: E402
 from runtime.bundle.store import Bundle  # noqa: E402
+from runtime.data import process  # noqa: E402
 from runtime.data.prompts import prompt_of  # noqa: E402
 
-subprocess.run = forks.run  # what the modules of `runtime.data.process` import takes longest
+process.ended = forks.ended  # what the modules of `runtime.data.process` import takes longest
 
 SEED = "ONDEVICE_TEST_SEED"  # repeats a failed run
 

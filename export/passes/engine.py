@@ -77,7 +77,8 @@ class ExportEngine:
         """
         reading = reading_of(DataOptions() if options is None else options)
         name = "export.tokens" if options is None else "calibration.tokens"
-        rows = TokenSource(name, data, "train", reading).rows(bundle, self.scratch, length)
+        source = TokenSource(name, data, "train", reading)
+        rows = source.rows(bundle, self.scratch, length, self.progress)
         if options is not None and rows.report is not None:
             self.note(f"{data}: {rows.report.describe(bundle.manifest.buckets)}")
         return _spread(rows, tokens)
@@ -92,8 +93,8 @@ class ExportEngine:
         Raises:
             DataError: the data cannot be used.
         """
-        length = length or source.bucket(bundle, self.scratch)
-        rows = source.rows(bundle, self.scratch, length)
+        length = length or source.bucket(bundle, self.scratch, self.progress)
+        rows = source.rows(bundle, self.scratch, length, self.progress)
         if not count and isinstance(rows, RandomRows):
             count = 1
         count = min(len(rows), count) if count else len(rows)

@@ -74,12 +74,11 @@ class HFCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path, origin: dict[str, Any] | None = None) -> None:
         self._folder = folder
-        warnings: list[str] = []
         _refuse_others(folder)
         raw = read_json(folder / "config.json")
         where = f"{folder}/config.json"
         family = check_architecture(raw, where)
-        files = open_shards(folder)
+        files, warnings = open_shards(folder)
         model = readable_model(raw, where)
         warnings += own_code(raw, where)
         text = text_config(raw, where)

@@ -9,6 +9,7 @@ Invariant: every file that is opened lies directly in the folder, and none is mi
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -186,12 +187,18 @@ class SafetensorsFile:
         }
 
 
-def open_shards(folder: Path) -> list[SafetensorsFile]:
-    """Open all weight files, and check that each holds the tensors that the index puts there."""
+def open_shards(folder: Path) -> tuple[list[SafetensorsFile], list[str]]:
+    """Open the weight files, and check that each holds the tensors that the index puts there.
+
+    Beside them are warnings: where a single file holds all tensors, others are left aside.
+    """
     weight_map = _weight_map(folder / INDEX)
     names = sorted({*weight_map.values()}) or _names_without_index(folder)
     if not names:
         raise BundleError(f"{folder}: no model*.safetensors; {_without_weights(folder)}")
+    if (whole := _read_alone(folder, weight_map, names)) is not None:
+        aside = ", ".join(name for name in names if name != _WHOLE)
+        return [whole], [f"{folder}: {_WHOLE} is read alone, as in transformers, without {aside}"]
     files: dict[str, SafetensorsFile] = {}
     for name in names:
         if Path(name).name != name or name in ("", ".", ".."):
@@ -204,11 +211,6 @@ def open_shards(folder: Path) -> list[SafetensorsFile]:
                 f"{folder}: {name} is missing (one of {len(names)} weight files); download it again"
             )
         files[name] = SafetensorsFile(folder / name)
-    if names and _WHOLE not in names and (folder / _WHOLE).exists():
-        raise BundleError(
-            f"{folder}: {_WHOLE} lies beside {INDEX}, which names other files; transformers reads "
-            "the first alone; remove what is not the model"
-        )
     held: dict[str, str] = {}
     for name, file in files.items():
         for tensor in file.tensors:
@@ -223,7 +225,34 @@ def open_shards(folder: Path) -> list[SafetensorsFile]:
                 f"{folder}: the index puts {tensor} in {name}, which does not hold it; download "
                 "both again"
             )
-    return list(files.values())
+    return list(files.values()), []
+
+
+def _read_alone(
+    folder: Path, weight_map: dict[str, str], names: list[str]
+) -> SafetensorsFile | None:
+    """The single file where other files beside it hold none but its tensors; else None.
+
+    Raises BundleError where an index names only others, and they hold more.
+    """
+    others = [name for name in names if name != _WHOLE]
+    if not others or not (folder / _WHOLE).is_file():
+        return None
+    whole = SafetensorsFile(folder / _WHOLE)
+    held: Iterable[str] = weight_map or (
+        tensor
+        for name in others
+        if (folder / name).is_file()
+        for tensor in SafetensorsFile(folder / name).tensors
+    )
+    more = [tensor for tensor in held if tensor not in whole.tensors]
+    if more and weight_map and _WHOLE not in names:
+        raise BundleError(
+            f"{folder}: {_WHOLE}, which transformers reads alone, lacks {len(more)} of the "
+            f"{len(weight_map)} tensors of {INDEX}, such as {more[0]}; remove {_WHOLE} or {INDEX}, "
+            "whichever is not the model's"
+        )
+    return None if more else whole
 
 
 def _without_weights(folder: Path) -> str:

@@ -8,7 +8,6 @@ and a finished one is only reported again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +51,7 @@ from runtime.core.errors import (
 )
 from runtime.core.files import write_atomic
 from runtime.core.notes import Note
+from runtime.core.typed import read_typed
 from runtime.data.hub import hub_dataset
 from runtime.data.report import DataReport
 from runtime.data.source import split_file
@@ -61,6 +61,20 @@ from runtime.run.lora import to_train
 MOST_RISE = 1.1  # times the loss before training: a run that is above it is stopped
 ASIDE, REASON, DIVERGED = ".aside", "aside.json", ".diverged.json"
 Measure = Callable[[Mapping[str, object], Path], dict[str, Any]]
+
+
+class _Aside(msgspec.Struct):
+    """The content of aside.json: how a run ended that was set aside, and why."""
+
+    outcome: str
+    reason: str
+
+
+class _Diverged(msgspec.Struct):
+    """Of a run that diverged: why, and how many steps were wanted of it."""
+
+    reason: str
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -101,8 +115,8 @@ class Comparison:
                 others = choose(without(tried, best)) is not None
                 if not (others and self._set_aside(finding, aside)):
                     return finding
-            known = json.loads((aside / REASON).read_text())
-            tried = without(tried, best, known["outcome"], known["reason"])
+            known = read_typed(aside / REASON, _Aside)
+            tried = without(tried, best, known.outcome, known.reason)
         last = tried[-1]
         return Finding(None, tried, None, last.outcome, last.reason, None, None)
 
@@ -120,8 +134,8 @@ class Comparison:
                 f"in its run the held-out loss had risen from {first.loss:.4f} to {last.loss:.4f} "
                 f"at step {last.step:,}"
             )
-        kept = {"outcome": "rose" if rose else "diverged", "reason": reason}
-        write_atomic(run / REASON, json.dumps(kept).encode())
+        kept = _Aside("rose" if rose else "diverged", reason)
+        write_atomic(run / REASON, msgspec.json.encode(kept))
         run.with_name(f"{run.name}{DIVERGED}").unlink(missing_ok=True)
         run.rename(aside)
         self.note(f"{finding.trial.method}: {finding.trial}: {reason}; taking the next best")
@@ -182,16 +196,15 @@ class Comparison:
         """How a run ended, why where it did not finish, and its summary where it did."""
         diverged = run.with_name(f"{run.name}{DIVERGED}")
         if diverged.exists():
-            known = json.loads(diverged.read_text())
-            if settings["steps"] >= known["steps"]:
-                return "diverged", known["reason"], None
+            known = read_typed(diverged, _Diverged)
+            if settings["steps"] >= known.steps:
+                return "diverged", known.reason, None
             return "finished", "", None  # it diverged later, when it went on
         try:
             return "finished", "", self.measure(settings, run)
         except DivergedError as problem:
             reason = str(problem).replace(str(run), run.name)
-            known = {"reason": reason, "steps": settings["steps"]}
-            write_atomic(diverged, json.dumps(known).encode())
+            write_atomic(diverged, msgspec.json.encode(_Diverged(reason, settings["steps"])))
             return "diverged", reason, None
         except BudgetError as problem:
             return "over budget", str(problem).replace(str(run), run.name), None

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from harness.measure.process import run
+from harness.measure.process import ERROR, WARNING, run
 from runtime.core.errors import (
     BudgetError,
     BundleError,
@@ -18,7 +18,6 @@ from runtime.core.errors import (
     UsageError,
 )
 
-_PREFIX = "ondevice: "  # of every error that the command line reports
 _ERRORS: dict[int, type[OnDeviceError]] = {
     error.exit_code: error
     for error in (UsageError, BudgetError, BundleError, StorageError, DivergedError)
@@ -81,8 +80,8 @@ def _message(stderr: str) -> str:
     starts = [
         index
         for index, line in enumerate(lines)
-        if line.startswith(_PREFIX) and not line.startswith(f"{_PREFIX}warning:")
+        if line.startswith(ERROR) and not line.startswith(WARNING)
     ]
     if not starts:
         return ""
-    return "\n".join(lines[starts[-1] :]).removeprefix(_PREFIX).strip()
+    return "\n".join(lines[starts[-1] :]).removeprefix(ERROR).strip()

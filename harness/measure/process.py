@@ -1,6 +1,7 @@
 """Running a fresh process to its end, for its output, its last errors and its exit code.
 
-Its stderr is passed on to ours as it comes. Invariant: the process receives exactly one signal for
+Its stderr is passed on to ours as it comes, but for the last words of one that was interrupted:
+whoever runs it says how to go on. Invariant: the process receives exactly one signal for
 each that we receive, and we outlive it. It runs in a process group of its own, so that a
 terminal's Ctrl-C does not reach it twice; the first signal asks it to save and end, the second to
 end at once, the third kills it.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import codecs
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,10 +23,13 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
 
+from runtime.core.errors import InterruptedRunError
 from runtime.core.signals import surviving_hangup
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT_CHARS = 1 << 14  # of the end of a process's stderr
+ERROR, WARNING = "ondevice: ", "ondevice: warning: "  # how a line of either begins
+_LAST_WORDS = re.compile(rf"(?<=[\n\r]){ERROR}(?!warning: )")
 
 
 @dataclass(frozen=True)
@@ -77,19 +82,20 @@ def _follow(child: subprocess.Popen[bytes], reader: int) -> tuple[str, bool]:
     """Pass stderr on until the process ends; the end of it, and whether we were interrupted."""
     signals = chain(repeat(signal.SIGTERM, 2), repeat(signal.SIGKILL))
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    kept, interrupted = "", False
+    kept, interrupted, before, last_words = "", False, "\n", ""
     try:
         while True:
             try:
                 chunk = _read(reader)
                 if not chunk:
-                    child.wait()
+                    if child.wait() != InterruptedRunError.exit_code:
+                        _pass_on(last_words)
                     return kept, interrupted
                 text = decoder.decode(chunk)
                 kept = (kept + text)[-KEPT_CHARS:]
-                with surviving_hangup():
-                    sys.stderr.write(text)
-                    sys.stderr.flush()
+                passed, last_words = parted(before, last_words + text)
+                before = (before + passed)[-1]
+                _pass_on(passed)
             except KeyboardInterrupt:
                 interrupted = True
                 child.send_signal(next(signals))
@@ -97,6 +103,25 @@ def _follow(child: subprocess.Popen[bytes], reader: int) -> tuple[str, bool]:
         if child.poll() is None:  # an error of ours: the process is still asked to save
             child.terminate()
             child.wait()
+
+
+def parted(before: str, text: str) -> tuple[str, str]:
+    """What of a process's stderr is passed on, and what follows: its error, as far as it is there.
+
+    `before` is the character before `text`.
+    """
+    both = before + text
+    line = max(both.rfind("\n"), both.rfind("\r")) + 1  # where the last one begins, if it does
+    end = line if line and WARNING.startswith(both[line:]) else len(both)
+    error = _LAST_WORDS.search(both, 0, end)
+    cut = end if error is None else error.start()
+    return both[1:cut], both[cut:]
+
+
+def _pass_on(text: str) -> None:
+    with surviving_hangup():
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _read(reader: int) -> bytes:

@@ -5,16 +5,16 @@ A measured process shares nothing with other measurements but the machine.
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from harness.measure.command import flag, mpirun, ondevice
+from runtime.config.base import read_values
 from runtime.config.parallel import grid_of
 from runtime.core.errors import UsageError
 from runtime.data.run_rows import absolute
+from runtime.run.folder import read_json
 
 PATHS = ("bundle", "data", "eval_data")  # settings that are paths
 
@@ -46,23 +46,21 @@ def measure_training(settings: Mapping[str, object], run: Path) -> dict[str, Any
             for name, value in sorted(settings.items(), key=lambda item: item[0] != "bundle")
         )
         ondevice("train", bundle, *flags, *shared, f"--output={run}", "--json", launcher=launcher)
-    measured: dict[str, Any] = json.loads(summary.read_text())
-    return measured
+    return read_json(summary)
 
 
 def _is_finished(run: Path) -> bool:
     """Whether the run's summary is of all steps; one of fewer is left where it began to go on."""
     if not (run / "summary.json").exists():
         return False
-    summary = json.loads((run / "summary.json").read_text())
-    config = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
-    steps: int = config["steps"]
+    summary = read_json(run / "summary.json")
+    steps: int = read_values(run / "config.toml")["steps"]
     return bool(summary["stopped"] != "steps" or summary["steps"] >= steps)
 
 
 def _check_same(settings: Mapping[str, object], run: Path) -> list[str]:
     """Compare the settings; returns the flags with which the run goes on to more steps."""
-    known = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
+    known = read_values(run / "config.toml")
     different = []
     for name, value in settings.items():
         before = known.get(name)

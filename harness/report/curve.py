@@ -7,13 +7,18 @@ not reached.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from runtime.core.files import read_file, reading_errors
+from runtime.core.typed import read_typed
+from runtime.run.results import Evaluation, When, read_steps
 
 COLUMNS = ("step", "loss", "seconds", "footprint_bytes")
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)  # of the way from the baseline to the goal
@@ -66,12 +71,32 @@ def read_curve(run: Path, passes_of_row: int = 1, first_passes: int = 0) -> Curv
     A row that was run forward counts as `passes_of_row` passes; `first_passes` came before the
     first step.
     """
-    metrics = run / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    evaluations = json.loads((run / "evaluations.json").read_text())
-    return make_curve(
-        [json.loads(line) for line in lines], evaluations, passes_of_row, first_passes
-    )
+    evaluations = read_evaluations(run)
+    return make_curve(read_entries(run), evaluations, passes_of_row, first_passes)
+
+
+def read_evaluations(run: Path) -> dict[str, dict[str, Any]]:
+    """The content of a run's evaluations.json; empty without it. Raises BundleError."""
+    path = run / "evaluations.json"
+    evaluations = read_typed(path, dict[When, Evaluation]) if path.exists() else {}
+    plain: dict[str, dict[str, Any]] = msgspec.to_builtins(evaluations)
+    return plain
+
+
+def read_entries(run: Path) -> list[dict[str, Any]]:
+    """The whole lines of a run's metrics.jsonl; a last one may be half written.
+
+    Raises:
+        BundleError: it cannot be read, or a line is damaged.
+    """
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    with reading_errors(path):
+        lines = read_file(path).splitlines(keepends=True)
+    whole = len(lines) if not lines or lines[-1].endswith(b"\n") else len(lines) - 1
+    steps = read_steps(path, whole, "leave the run out")
+    return [msgspec.to_builtins(step) for step in steps]
 
 
 def make_curve(

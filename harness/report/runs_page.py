@@ -9,12 +9,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from harness.report.chart import Chart, Level, Line
-from harness.report.curve import Curve, Point, make_curve
+from harness.report.curve import Curve, Point, make_curve, read_entries, read_evaluations
 from harness.report.page_shell import page, paragraph
 from harness.report.table import Table
 from runtime.core.documents import from_toml
@@ -22,14 +22,13 @@ from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import read_file, write_atomic
 from runtime.core.lookalikes import Kind, instead, is_comparison
 from runtime.core.paths import output_path
+from runtime.core.typed import read_typed
 from runtime.core.units import format_bytes, format_seconds
-from runtime.run.results import Evaluation, Step, final_loss
+from runtime.run.results import Evaluation, final_loss
 
 CONFIG, PLAN, SUMMARY = "config.toml", "plan.json", "summary.json"
-METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.json"
 ENDS = {"steps": "all steps done"}  # of a summary's "stopped", where its own word says too little
 Entry = Mapping[str, Any]  # a line of metrics.jsonl
-T = TypeVar("T")
 
 
 class _Plan(msgspec.Struct):
@@ -118,37 +117,14 @@ def read_run(path: Path, name: str) -> Run:
         raise UsageError(f"{path} holds no run: {why}")
     try:
         settings = from_toml(read_file(path / CONFIG))
-        entries = _entries(path / METRICS)
-        evaluations = _read(path / EVALUATIONS, dict[str, Evaluation], {})
-        curve = make_curve(entries, msgspec.to_builtins(evaluations))
-        budget = _read(path / PLAN, _Plan).budget_bytes
-        summary = _read(path / SUMMARY, Summary, Summary())
-        return Run(name, settings, budget, entries, curve, summary)
-    except (OSError, ValueError, RecursionError) as problem:
-        raise BundleError(f"{path} is damaged: {problem!r}") from None
-
-
-def _read(path: Path, kind: type[T], absent: T | None = None) -> T:
-    """The content of a file of JSON; `absent` where there is no file.
-
-    Raises:
-        OSError, ValueError, RecursionError: it cannot be read, or holds something else.
-    """
-    if absent is not None and not path.exists():
-        return absent
-    return msgspec.json.decode(read_file(path), type=kind)
-
-
-def _entries(path: Path) -> list[Entry]:
-    """The whole lines of metrics.jsonl; a last one may be half written."""
-    if not path.exists():
-        return []
-    lines = read_file(path).splitlines(keepends=True)
-    return [
-        msgspec.to_builtins(msgspec.json.decode(line, type=Step))
-        for line in lines
-        if line.endswith(b"\n")
-    ]
+    except (OSError, ValueError) as problem:
+        raise BundleError(f"{path / CONFIG} is damaged: {problem}") from None
+    entries = read_entries(path)
+    curve = make_curve(entries, read_evaluations(path))
+    budget = read_typed(path / PLAN, _Plan).budget_bytes
+    ended = (path / SUMMARY).exists()
+    summary = read_typed(path / SUMMARY, Summary) if ended else Summary()
+    return Run(name, settings, budget, entries, curve, summary)
 
 
 def to_html(runs: Sequence[Run]) -> str:

@@ -77,14 +77,14 @@ COMMANDS = (
     Command(
         "plan",
         "show how training would use a memory budget, without training",
-        "Give the options that you would give to `ondevice train`.",
+        "Takes the options of `ondevice train` on which memory depends; data are not read.",
         "runtime.config.train.PlanConfig",
         CommandGroup.TRAIN,
     ),
     Command(
         "data",
         "show the rows that training would read, and which tokens count",
-        "Nothing is trained. Give the options that you would give to `ondevice train`.",
+        "Nothing is trained. Takes the options of `ondevice train` on which rows depend.",
         "runtime.config.inspect.DataConfig",
         CommandGroup.TRAIN,
     ),

@@ -17,6 +17,7 @@ LINE_STEPS = 10  # a line of text comes at each multiple of so many steps
 LINE_SECONDS = 60.0  # and earlier, once so many seconds of training have passed without one
 ESTIMATE_STEPS = 3  # after so many steps of a process, the time of all is estimated
 BYTES_FROM = 1_000_000  # a task with a total this large counts bytes; others count items
+ROWS = ("tokenizing ", "reading ")  # but for these, which count rows
 
 
 @contextmanager
@@ -27,10 +28,10 @@ def task_bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
     """
 
     def show(task: str, done: int, total: int) -> None:
-        if total >= BYTES_FROM:
+        if total >= BYTES_FROM and not task.startswith(ROWS):
             said = f"weights: {format_bytes(done)} of {format_bytes(total)}"
         else:
-            said = f"{task}: {unit} {done} of {total}"
+            said = f"{task}: {'row' if task.startswith(ROWS) else unit} {done:,} of {total:,}"
         screen.progress([said], done / max(1, total))
 
     try:

@@ -18,15 +18,21 @@ from runtime.core.notes import Said
 from runtime.core.signals import surviving_hangup
 
 REDRAWN_S = 0.05  # a line of progress is drawn again no sooner
+SAID_S = 30.0  # and written again no sooner where there is no terminal
 BAR = 10  # columns of a bar, where it fits
 _CLEAR = "\x1b[2K\r"
 
 
 class _Progress:
-    """The line of progress; `drawn_at` is None while it does not stand on the terminal."""
+    """The line of progress; `drawn_at` is None while it does not stand on the terminal.
+
+    Without one, `task` is the work that it tells of, and `said_at` when that began or was told.
+    """
 
     text = ""
     drawn_at: float | None = None
+    task = ""
+    said_at = 0.0
 
 
 said = Said()
@@ -58,16 +64,27 @@ def note(text: str, end: str = "\n") -> None:
 def progress(parts: Sequence[str] = (), share: float = 0.0) -> None:
     """Show a line of progress on stderr in place of the last, if that is a terminal.
 
-    parts: what it says, the most important first; those that do not fit are left out. Without any
-    the line goes. share: how much is done.
+    Elsewhere a task that takes long is told in a line of its own from time to time.
+    parts: what it says, the most important first, which begins with the task and a colon; those
+    that do not fit are left out. Without any the line goes. share: how much is done.
     """
     if not sys.stderr.isatty():
+        _say(parts)
         return
     _Progress.text = fitted(parts, share, _columns() - 1) if parts else ""
     if not parts:
         _clear()
     elif _Progress.drawn_at is None or time.monotonic() - _Progress.drawn_at >= REDRAWN_S:
         _draw()
+
+
+def _say(parts: Sequence[str]) -> None:
+    task, now = parts[0].rpartition(": ")[0] if parts else "", time.monotonic()
+    if task != _Progress.task:
+        _Progress.task, _Progress.said_at = task, now
+    elif task and now - _Progress.said_at >= SAID_S:
+        _Progress.said_at = now
+        note(parts[0])
 
 
 def fitted(parts: Sequence[str], share: float, columns: int) -> str:

@@ -127,7 +127,7 @@ def origins_in(provenance: Mapping[str, Any], output: str) -> Origins:
         BundleError: the entry is damaged.
         UsageError: they are not all in the model.
     """
-    import msgspec  # random weights, which PyTorch trains too, need only `Origin`
+    from runtime.core.typed import as_type  # random weights, which PyTorch trains too, need none
 
     entry, where = provenance.get(RENAMED, {}), provenance.get("name")
 
@@ -135,8 +135,8 @@ def origins_in(provenance: Mapping[str, Any], output: str) -> Origins:
         return BundleError(f"{where}: its list of tensors is damaged: {problem}")
 
     try:
-        origins = msgspec.convert(entry, dict[str, tuple[Origin, ...]])
-    except msgspec.ValidationError as problem:
+        origins = as_type(entry, dict[str, tuple[Origin, ...]])
+    except ValueError as problem:
         raise damaged(problem) from None
     for part in (part for parts in origins.values() for part in parts):
         if not (1 <= part.times <= _MOST and 0 <= part.stack <= _MOST and part.every > 0):

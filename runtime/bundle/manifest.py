@@ -19,6 +19,7 @@ from runtime.arrays.stored import Block, Extent, File, Graph, Matrix, Record
 from runtime.core.documents import is_deeper
 from runtime.core.errors import BundleError
 from runtime.core.stripes import Stripes
+from runtime.core.typed import as_type
 from runtime.core.version import of_another_version
 from runtime.operations.execution import Tables
 from runtime.operations.program import BlockType
@@ -362,8 +363,8 @@ def read_manifest(data: bytes, where: str) -> Manifest:
     if is_deeper(document, MAX_DEPTH):
         raise BundleError(f"{where} is nested too deeply")
     try:
-        return msgspec.convert(document, Manifest)
-    except (msgspec.ValidationError, RecursionError) as problem:
+        return as_type(document, Manifest)
+    except (ValueError, RecursionError) as problem:
         raise BundleError(f"{where}: {problem}") from None
 
 

@@ -11,6 +11,7 @@ from runtime.arrays.stored import Block, Graph, Record
 from runtime.bundle.manifest import Manifest
 from runtime.core.errors import BundleError
 from runtime.core.files import reading_errors, sha256_file
+from runtime.core.typed import decoded
 from runtime.operations.program import BlockType
 
 RECORD = "traced"  # beside the graphs, and written last: its SHA-256, a newline, and JSON
@@ -97,8 +98,8 @@ def read_traced(folder: Path) -> TracedGraphs:
     if hashlib.sha256(record).hexdigest().encode() != checksum:
         raise BundleError(f"{path} is altered: its SHA-256 differs")
     try:
-        traced = msgspec.json.decode(record, type=TracedGraphs)
-    except msgspec.DecodeError as problem:  # of another version
+        traced = decoded(record, TracedGraphs)
+    except ValueError as problem:  # of another version
         raise BundleError(f"{path} is not as expected: {problem}") from None
     for graph in traced.graphs.values():
         file = folder / graph.file

@@ -19,8 +19,12 @@ _COMMANDS = {  # ours: those of other tools
 }
 _FLAGS = {  # the same for flags, some of one command: of two meanings, the first that it has counts
     "ondevice train --output": "--adapter-path",
+    "ondevice eval --adapter": "--adapter-path",
+    "ondevice generate --adapter": "--adapter-path",
+    "ondevice chat --adapter": "--adapter-path",
+    "ondevice fuse --adapter": "--adapter-path",
     "--adapter": (
-        "--adapter-path --adapter-file --adapters --lora --peft-model --resume-adapter-file "
+        "--adapter-file --adapters --lora --peft-model --resume-adapter-file "
         "--adapter-name-or-path --lora-path --lora-model"
     ),
     "--resume": "--resume-from-checkpoint",
@@ -124,19 +128,24 @@ VALUES_ELSEWHERE = {
 _DORA = (
     "DoRA is not supported: it divides every output by the norm of a row of the merged weight W + "
     "s BA, which takes another pass over the dequantized weights after each update, and trains "
-    "one more tensor for each matrix; no operation of a bundle does this. Use LoRA, with --rslora "
-    "where the rank is high"
+    "one more tensor for each matrix; no operation of a bundle does this. Use LoRA, and where the "
+    "rank is high `ondevice train --rslora`"
 )
 _KINDS = (
-    "there are LoRA, with --rslora, prefixes (--trainable prefix), and all parameters with "
-    "methods that see losses only (--trainable full --method mezo)"
+    "there are LoRA, also as `ondevice train --rslora`, prefixes (`ondevice train --trainable "
+    "prefix`), and all parameters with methods that see losses only (`ondevice train --trainable "
+    "full --method mezo`)"
 )
 _NO_PAIRS = (
     "training on pairs of a chosen and a rejected answer (DPO and the like) is not supported; "
     "`ondevice train` learns from the chosen answers alone, as prompt and completion"
 )
 
-_ADVICE = {  # the way to the same end: flags that have no counterpart
+_ADVICE = {  # the way to the same end: flags that have no counterpart; commands are in backquotes
+    "--adapter-path": (
+        "`ondevice train --output RUN` writes an adapter, and `ondevice generate BUNDLE --adapter "
+        "RUN` reads it"
+    ),
     "--dora --use-dora": _DORA,
     "--use-adalora --use-ia3 --pissa --galore --vera --optim-target-modules --target-parameters "
     "--lora-target-parameters --trainable-token-indices --alora-invocation-tokens --use-qalora "
@@ -171,7 +180,7 @@ _ADVICE = {  # the way to the same end: flags that have no counterpart
         "what is trained predicts the next token of its answers (--loss-on); leave it out"
     ),
     "--max-samples --max-train-samples": (
-        "give a file with fewer rows, such as: head -n 1000 data.jsonl > fewer.jsonl"
+        "give a file with fewer rows, such as: `head -n 1000 data.jsonl > fewer.jsonl`"
     ),
     "--dataset-config --dataset-config-name --dataset-split --dataset-train-split "
     "--dataset-test-split": "the dataset's name ends with them: --data OWNER/NAME:CONFIG:SPLIT",
@@ -194,9 +203,9 @@ _ADVICE = {  # the way to the same end: flags that have no counterpart
     ),
     "--chat-template --chat-template-path --chat-template-config --template "
     "--ignore-chat-template --use-default-chat-template --jinja": (
-        "conversations are written by the chat template of the bundle's tokenizer, and generate "
-        "--chat and chat use it too; for another, put it into the checkpoint's tokenizer and "
-        "export again"
+        "conversations are written by the chat template of the bundle's tokenizer, and `ondevice "
+        "generate --chat` and `ondevice chat` use it too; for another, put it into the "
+        "checkpoint's tokenizer and export again"
     ),
     "--metric-for-best-model --greater-is-better": (
         "the held-out loss decides, and lower is better; leave it out"
@@ -204,13 +213,13 @@ _ADVICE = {  # the way to the same end: flags that have no counterpart
     "--warmup-ratio": "warmup is counted in steps: give --warmup-steps, as --steps times the ratio",
     "-m --model --model-name-or-path --base-model --model-path --hf-path": (
         "a bundle is given without a flag, behind the command; a checkpoint becomes one by: "
-        "ondevice export MODEL -o BUNDLE"
+        "`ondevice export MODEL -o BUNDLE`"
     ),
-    "--model-revision": "it is chosen at the download: hf download MODEL --revision REVISION",
+    "--model-revision": "it is chosen at the download: `hf download MODEL --revision REVISION`",
     "--load-in-4bit --load-in-8bit --quantize -q --qlora --bits --q-mode --group-size "
     "--bnb-4bit-quant-type --bnb-4bit-compute-dtype --bnb-4bit-quant-storage "
     "--use-bnb-nested-quant": (
-        "weights are quantized once: ondevice export MODEL -o BUNDLE --bits 4 (or 8, 16)"
+        "weights are quantized once: `ondevice export MODEL -o BUNDLE --bits 4` (or 8, 16)"
     ),
     "--outtype": "adapters are written in float32; leave it out",
     "--gradient-checkpointing --gradient-checkpointing-kwargs --activation-checkpointing "
@@ -232,7 +241,7 @@ _ADVICE = {  # the way to the same end: flags that have no counterpart
     "-ngl --n-gpu-layers --gpu-layers": (
         "where it computes is --device, and how much memory it takes is --budget; leave it out"
     ),
-    "-t --threads": "the environment sets threads: OPENBLAS_NUM_THREADS=2 ondevice ...",
+    "-t --threads": "the environment sets threads: `OPENBLAS_NUM_THREADS=2 ondevice ...`",
     "--mlock --no-mmap": "weights are mapped, and read where they are needed; leave it out",
     "--use-temp-file --no-lazy --bigendian --vocab-only --metadata --split-max-tensors --dry-run "
     "--remote": ("the file is written tensor by tensor, within --budget; leave it out"),
@@ -253,14 +262,17 @@ _ADVICE = {  # the way to the same end: flags that have no counterpart
         "--max-tokens"
     ),
     "--prefill-response": (
-        "the answer's beginning cannot be given; `ondevice generate BUNDLE --prompt TEXT` without "
-        "--chat continues any text"
+        "the answer's beginning cannot be given; `ondevice generate BUNDLE --prompt TEXT` "
+        "continues any text"
     ),
     "-i --interactive": "`ondevice chat BUNDLE` reads what you say",
-    "--quant-predicate": "--eight-bit and --embedding-bits choose bits by layer",
+    "--quant-predicate": (
+        "bits are chosen by layer: `ondevice export MODEL -o BUNDLE --eight-bit LAYERS "
+        "--embedding-bits BITS`"
+    ),
     "--tasks --num-shots --num-fewshot --fewshot-as-multiturn": (
-        "`ondevice eval` measures your --data by --task; for public benchmarks write a checkpoint "
-        "with `ondevice fuse`, and give that to them"
+        "`ondevice eval BUNDLE --data FILE --task TASK` measures your own data; for public "
+        "benchmarks write a checkpoint with `ondevice fuse`, and give that to them"
     ),
     "--mask-prompt": "prompts have no loss unless --loss-on all asks for it; leave it out",
     "--per-device-eval-batch-size --eval-batch-size": (
@@ -332,7 +344,8 @@ _VALUE_ADVICE = {  # the same for values of our flags, or of their names there
     },
     "--bits": {
         "2 3 5 6 q5_k_m q6_k q3_k_m q2_k": (
-            "weights are quantized to 4 or 8 bits; --eight-bit names the layers that get 8 instead"
+            "weights are quantized to 4 or 8 bits; `ondevice export MODEL -o BUNDLE --eight-bit "
+            "LAYERS` gives some layers 8 instead"
         ),
     },
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from runtime.config.base import flag as flag_of
@@ -13,6 +14,9 @@ from runtime.config.elsewhere import (
     VALUE_ADVICE,
     VALUES_ELSEWHERE,
 )
+
+_QUOTED = re.compile("`[^`]*`")
+_FLAG = re.compile(r"(?<!\w)--[a-z][a-z-]*")
 
 
 def alike(word: str, words: Sequence[str], least: float = 0.6) -> list[str]:
@@ -98,9 +102,13 @@ def _meant(flag: str, there: Sequence[str], command: str) -> list[str]:
 
 
 def _of_elsewhere(flag: str, there: Sequence[str], command: str) -> tuple[str, str]:
-    """Of another program's flag ours, if the command has one; else the way to the same end."""
+    """Of another program's flag ours, if the command has one; else the way to the same end.
+
+    That way is told where the command has all flags that stand outside its commands in backquotes.
+    """
     ours = [name.removeprefix(f"{command} ") for name in FLAGS_ELSEWHERE.get(flag, ())]
     for name in (flag, *ours):
         if name in there:
             return name, ""
-    return "", next((ADVICE[name] for name in (flag, *ours) if name in ADVICE), "")
+    way = next((ADVICE[name] for name in (flag, *ours) if name in ADVICE), "")
+    return "", way if {*_FLAG.findall(_QUOTED.sub("", way))} <= {*there} else ""

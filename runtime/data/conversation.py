@@ -111,6 +111,11 @@ def _checked(number: int, message: object, quoted: Collection[str]) -> dict[str,
     if isinstance(content, list):
         content = "".join(_part(number, part) for part in content)
     content = as_text(content)
+    if not content and fields.get("refusal"):
+        raise ValueError(
+            f"message {number} has a refusal in place of its content; write it as content, if it "
+            "is to be learnt, or leave the row out"
+        )
     if not isinstance(content, str):
         raise ValueError(f"message {number} has no content that is text")
     return {**fields, "content": content}

@@ -7,7 +7,7 @@ the number of its rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,9 +71,13 @@ NOTHING = frozenset({"nan", "NaN", "NaT", "None", "null", "NULL", "<NA>", "n/a",
 """Words that other programs write where a cell is empty."""
 
 
-def not_read(keys: Iterable[object], read: Collection[object]) -> list[str]:
-    """The keys that are neither read nor neutral."""
-    return [str(key) for key in keys if key not in NEUTRAL and key not in read]
+def not_read(fields: Mapping[Any, object], read: Collection[object]) -> list[str]:
+    """The keys that are neither read nor neutral; an empty value is none."""
+    return [
+        str(key)
+        for key, value in fields.items()
+        if value not in (None, "", [], {}) and key not in NEUTRAL and key not in read
+    ]
 
 
 @dataclass(frozen=True)

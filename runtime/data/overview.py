@@ -16,11 +16,12 @@ from runtime.bundle.store import open_bundle
 from runtime.config.inspect import DataConfig
 from runtime.config.train import TrainConfig
 from runtime.core.errors import UsageError
+from runtime.core.notes import Progress, no_progress
 from runtime.data.hub import located
 from runtime.data.limits import Limits
 from runtime.data.loss_mask import Row
 from runtime.data.packing import PackingReport, pack
-from runtime.data.process import call
+from runtime.data.process import call, tell
 from runtime.data.records import TEXT, suffix_of
 from runtime.data.report import DataReport
 from runtime.data.source import (
@@ -52,7 +53,7 @@ class Overview:
     packing: PackingReport | None = None
 
 
-def confined_overview(config: DataConfig) -> Overview:
+def confined_overview(config: DataConfig, progress: Progress = no_progress) -> Overview:
     """As `overview`, in a process of its own under limits.
 
     Raises:
@@ -67,6 +68,7 @@ def confined_overview(config: DataConfig) -> Overview:
             f"reading {config.data}",
             replace(config, data=str(data)),
             limits=Limits.of_data(size_bytes),
+            progress=progress,
         )
     return msgspec.json.decode(said, type=Overview)
 
@@ -96,6 +98,7 @@ def overview(config: DataConfig) -> Overview:
                 reading,
                 VALID if name == VALID else TRAIN,
                 manifest.vocab_size,
+                tell,
             )
             for number, row in enumerate(reader.rows()):
                 if not reports:

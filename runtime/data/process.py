@@ -1,7 +1,8 @@
 """Calls of functions in processes of their own, whose memory is not that of training.
 
 `python -m runtime.data.process FUNCTION` reads limits and arguments on stdin and writes the result,
-all as JSON. The arguments become what the function's annotations say.
+all as JSON. The arguments become what the function's annotations say. A function that takes long
+tells by `tell` how much is done, in lines before the result.
 """
 
 from __future__ import annotations
@@ -10,18 +11,26 @@ import json
 import os
 import signal
 import sys
-from contextlib import redirect_stdout
+import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import get_type_hints
+from typing import TYPE_CHECKING, get_type_hints
 
 import msgspec
 
 from runtime.core.documents import from_json
 from runtime.core.errors import DataError, OnDeviceError, StorageError, UsageError
+from runtime.core.notes import Progress, no_progress
 from runtime.data.limits import Limits, confine
 from runtime.machine.compiling_process import be_ended_first
 
+if TYPE_CHECKING:
+    from subprocess import CompletedProcess
+
+CALLED = "runtime.data.process"  # this module, which is `__main__` where it is called
+_TOLD = "told: "  # how a line of `tell` begins
 # threads reserve address space, which is limited
 _FEW_THREADS = {
     "MALLOC_ARENA_MAX": "2",
@@ -36,29 +45,27 @@ def call(
     *arguments: object,
     limits: Limits | None = None,
     failure: type[OnDeviceError] = DataError,
+    progress: Progress = no_progress,
 ) -> str:
     """Call a function by its full name, which does a `task`; returns its result as JSON.
 
-    Its module is imported in the other process alone, before that is limited.
+    Its module is imported in the other process alone, before that is limited. `progress` is told
+    the task, and how much of it is done.
 
     Raises:
         OnDeviceError: a UsageError, a StorageError or a `failure` that the function has raised; a
             `failure` if the process ends in another way.
     """
-    import subprocess  # here, since training on data that are ready can do without its memory
-
     # -P keeps modules of the working directory out; the path lets an uninstalled checkout run
     root = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     few = {} if limits is None else _FEW_THREADS
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", __name__, function],
-        env={**os.environ, "PYTHONPATH": paths, **few},
+    done = ended(
+        [sys.executable, "-P", "-m", CALLED, function],
+        {**os.environ, "PYTHONPATH": paths, **few},
         # the standard library's JSON, which holds paths that are not UTF-8 too
-        input=json.dumps(msgspec.to_builtins((limits, arguments), enc_hook=str)),
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
+        json.dumps(msgspec.to_builtins((limits, arguments), enc_hook=str)),
+        lambda done, total: progress(task, done, total),
     )
     said = done.stderr.strip()
     for error in (UsageError, StorageError, failure):
@@ -78,6 +85,52 @@ def call(
     if done.returncode:
         raise failure(f"{task} failed with status {done.returncode}: {last}")
     return done.stdout
+
+
+def ended(
+    command: list[str],
+    environment: dict[str, str],
+    given: str,
+    told: Callable[[int, int], None],
+) -> CompletedProcess[str]:
+    """A process that has ended, with all that it wrote but for the lines of `tell`."""
+    import subprocess  # here, since training on data that are ready can do without its memory
+
+    output = ""
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            encoding="utf-8",
+            errors="replace",
+        )
+        with process:
+            try:
+                assert process.stdin is not None and process.stdout is not None
+                with suppress(BrokenPipeError):  # its exit code says why
+                    process.stdin.write(given)
+                    process.stdin.close()
+                for line in process.stdout:
+                    if line.startswith(_TOLD) and line.endswith("\n"):
+                        told(*map(int, line.removeprefix(_TOLD).split()))
+                    else:
+                        output += line
+            except BaseException:
+                process.kill()
+                raise
+        said.seek(0)
+        complaints = said.read().decode(errors="replace")
+    return subprocess.CompletedProcess(command, process.returncode, output, complaints)
+
+
+def tell(done: int, total: int) -> None:
+    """Tell whoever has called this process's function how much of its task is done."""
+    assert sys.__stdout__ is not None
+    sys.__stdout__.buffer.write(f"{_TOLD}{done} {total}\n".encode())
+    sys.__stdout__.buffer.flush()
 
 
 def main(words: list[str] | None = None) -> int:

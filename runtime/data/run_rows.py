@@ -12,6 +12,7 @@ from runtime.bundle.store import Bundle
 from runtime.config.shared import mix_of
 from runtime.config.train import GENERAL, TrainConfig
 from runtime.core.errors import DataError, UsageError
+from runtime.core.notes import Progress, no_progress
 from runtime.core.units import counted
 from runtime.data.hub import forget, hub_dataset, located
 from runtime.data.report import DataReport
@@ -93,7 +94,9 @@ def absolute(data: str) -> str:
     return str(Path(data).resolve()) if is_path else data
 
 
-def with_length(config: TrainConfig, bundle: Bundle, folder: Path) -> TrainConfig:
+def with_length(
+    config: TrainConfig, bundle: Bundle, folder: Path, progress: Progress
+) -> TrainConfig:
     """The configuration with a `max_seq_length`, which the data decide where none is given.
 
     Rows that are read for that are left in the folder, where `open_run_rows` finds them.
@@ -101,27 +104,33 @@ def with_length(config: TrainConfig, bundle: Bundle, folder: Path) -> TrainConfi
     if config.max_seq_length is not None:
         return config
     sources = [*_sources(config, folder), *_mix(config)]
-    bucket = max(source.bucket(bundle, folder) for source in sources)
+    bucket = max(source.bucket(bundle, folder, progress) for source in sources)
     if config.pack:
         bucket = bucket_to_pack(bundle.manifest, bucket)
     return replace(config, max_seq_length=bucket)
 
 
-def open_run_rows(config: TrainConfig, bundle: Bundle, folder: Path) -> RunRows:
-    """The rows of a configuration whose `max_seq_length` is known.
+def open_run_rows(
+    config: TrainConfig, bundle: Bundle, folder: Path, progress: Progress = no_progress
+) -> RunRows:
+    """The rows of a configuration whose `max_seq_length` is known; `progress` counts them.
 
     Raises:
         DataError: there is nothing to train on.
     """
     most = config.max_seq_length
     assert most is not None
-    rows, *held_out = [source.rows(bundle, folder, most) for source in _sources(config, folder)]
+
+    def read(source: TokenSource) -> Rows:
+        return source.rows(bundle, folder, most, progress)
+
+    rows, *held_out = map(read, _sources(config, folder))
     if len(rows) == 0:
         raise DataError(f"{config.data} holds no row to train on")
     for source in _mix(config):
-        added = source.rows(bundle, folder, most)
+        added = read(source)
         rows = MixedRows(rows, added, mix_of(config.mix or "")[1], config.seed)
-    others = {name: source.rows(bundle, folder, most) for name, source in _others(config).items()}
+    others = {name: read(source) for name, source in _others(config).items()}
     forget(folder)
     return RunRows(rows, held_out[0] if held_out else None, others)
 

@@ -20,6 +20,7 @@ from runtime.config.shared import (
     share_of,
 )
 from runtime.core.errors import DataError
+from runtime.core.notes import Progress, no_progress
 from runtime.core.paths import text_path
 from runtime.core.units import first_of
 from runtime.data.hub import NAMES, located
@@ -145,12 +146,14 @@ def prepare_tokens(
     reading: Reading = READ_ALL,
     part: str = "train",
     embedded: int | None = None,
+    progress: Progress = no_progress,
 ) -> Path:
     """Tokenize `split` of `data` in another process into `out_file`, and return `out_file`.
 
     Rows predict at most `max_seq_length` tokens. `part` matters if rows are held out. Rows with a
-    token beyond the `embedded` ones of the model are left out. Raises DataError for data or a
-    tokenizer that cannot be used, StorageError if the file cannot be written.
+    token beyond the `embedded` ones of the model are left out. `progress` counts rows. Raises
+    DataError for data or a tokenizer that cannot be used, StorageError if the file cannot be
+    written.
     """
     file = split_file(data, split)
     if file is None:
@@ -160,7 +163,7 @@ def prepare_tokens(
     function, task = "runtime.data.tokenizing.tokenize", f"tokenizing {file}"
     limits = Limits.of_data(file.stat().st_size)
     made = bundle_dir, file, max_seq_length, out_file, reading, part, embedded
-    call(function, task, *made, limits=limits)
+    call(function, task, *made, limits=limits, progress=progress)
     return out_file
 
 
@@ -174,7 +177,13 @@ class TokenSource:
     reading: Reading
     part: str = "train"
 
-    def rows(self, bundle: Bundle, folder: Path, max_seq_length: int) -> Rows:
+    def rows(
+        self,
+        bundle: Bundle,
+        folder: Path,
+        max_seq_length: int,
+        progress: Progress = no_progress,
+    ) -> Rows:
         """The rows, of a token file that is made in the folder if it is not there yet.
 
         Raises as `prepare_tokens`, `TokenRows` and `random_seed`.
@@ -186,11 +195,12 @@ class TokenSource:
             return RandomRows(seed, vocab_size, max_seq_length, RANDOM_ROWS)
         data = located(self.data, folder)
         prepare_tokens(
-            bundle.path, data, self.split, max_seq_length, file, self.reading, self.part, vocab_size
+            *(bundle.path, data, self.split, max_seq_length, file),
+            *(self.reading, self.part, vocab_size, progress),
         )
         return TokenRows(file, vocab_size)
 
-    def bucket(self, bundle: Bundle, folder: Path) -> int:
+    def bucket(self, bundle: Bundle, folder: Path, progress: Progress = no_progress) -> int:
         """The bundle's shortest bucket that holds every row, or its longest if none does.
 
         The token file that is made for this serves `rows` too. Text has no rows of its own: it
@@ -202,7 +212,7 @@ class TokenSource:
         file = split_file(located(self.data, folder), self.split)
         if file is not None and suffix_of(file) == TEXT:
             return manifest.usual_bucket
-        rows = self.rows(bundle, folder, manifest.buckets[-1])
+        rows = self.rows(bundle, folder, manifest.buckets[-1], progress)
         longest = 0 if rows.report is None else rows.report.longest
         return bucket_holding(manifest, longest)
 

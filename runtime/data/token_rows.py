@@ -18,12 +18,12 @@ import struct
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from runtime.core.errors import DataError, UsageError
 from runtime.core.files import require_file
+from runtime.core.typed import decoded
 from runtime.data.report import DataReport
 
 MAGIC = b"ondvtok\0"
@@ -137,8 +137,8 @@ class TokenRows:
         self._check_index()
         self._check_tokens(vocab_size)
         try:
-            self.report = msgspec.json.decode(view[report_at:].tobytes(), type=DataReport)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            self.report = decoded(view[report_at:].tobytes(), DataReport)
+        except ValueError as error:
             self._require(False, f"its report is wrong: {error}")
 
     def __len__(self) -> int:

@@ -19,10 +19,12 @@ import shutil
 import struct
 import sys
 import tempfile
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -32,12 +34,15 @@ from runtime.core.files import flush, flush_path
 from runtime.core.units import counted, first_of
 from runtime.data.fields import Recognised, recognise
 from runtime.data.loss_mask import Row, row_of
+from runtime.data.process import tell
 from runtime.data.records import READERS, TEXT, encoding_of, not_text, records, suffix_of
 from runtime.data.report import DataReport
 from runtime.data.source import Reading
 from runtime.data.text_encoder import TextEncoder, load_encoder
 from runtime.data.token_rows import HEADER, MAGIC, VERSION
 
+T = TypeVar("T")
+TELL_S = 2.0  # so often is told how much has been read
 CHUNK_CHARS = 2**16
 MAX_CHUNK_CHARS = 2**20
 TRAIN, VALID = "train", "valid"
@@ -92,8 +97,9 @@ class Reader:
     """Reads a file of data as rows of at most `max_seq_length` tokens to predict; counts them.
 
     `part` is "train" or "valid", which differ only under a `--valid-split`. Rows with a token
-    beyond the `embedded` ones of the model are dropped. Raises DataError for a file of another
-    type.
+    beyond the `embedded` ones of the model are dropped. While it takes long, `tell` is called with
+    the rows read, of a text its lines, and how many there are. Raises DataError for a file of
+    another type.
     """
 
     def __init__(
@@ -104,6 +110,7 @@ class Reader:
         reading: Reading,
         part: str = TRAIN,
         embedded: int | None = None,
+        tell: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         suffix = suffix_of(file)
         if suffix != TEXT and suffix not in READERS:
@@ -112,6 +119,7 @@ class Reader:
             raise DataError(f"{file} is not {DATA_FILE}; rename or convert it")
         self.file, self.encoder, self.max_seq_length = file, encoder, max_seq_length
         self.reading, self.part, self.embedded = reading, part, embedded
+        self._tell, self._told_at, self._total = tell, time.monotonic(), 0
         loss_on = "all" if suffix == TEXT else reading.loss_on
         self._how: list[str] = []  # what is unusual about the file
         self._unknown: set[str] = set()  # what of plain text has no tokens
@@ -150,7 +158,7 @@ class Reader:
         self._how.clear()  # the file is read twice where rows are held out
         encoding = encoding_of(self.file, self._how.append)
         with self.file.open(encoding=encoding) as text:
-            lines = iter(lambda: text.readline(MAX_CHUNK_CHARS), "")
+            lines = self._counting(iter(lambda: text.readline(MAX_CHUNK_CHARS), ""))
             parts = map(self._encoded, text_chunks(lines, self.encoder.encode))
             try:
                 yield from packed_rows(parts, self.encoder.bos, self.max_seq_length)
@@ -164,7 +172,7 @@ class Reader:
     def _record_rows(self) -> Iterator[Row]:
         self._warn_of_others()
         below = self._bound(lambda: (record for _, record in records(self.file)))
-        for place, record in records(self.file, self._how.append):
+        for place, record in self._counting(records(self.file, self._how.append)):
             self.report.read += 1
             if not self._belongs(record, below):
                 continue
@@ -197,6 +205,22 @@ class Reader:
             if row.cut:
                 self._warn(place, f"{whole.predicted_tokens} tokens, cut at {self.max_seq_length}")
             yield self._counted(row, recognised.format)
+
+    def _counting(self, parts: Iterable[T]) -> Iterator[T]:
+        """The same records, or lines of text; how many there are is told while it takes long."""
+        for done, part in enumerate(parts):
+            if time.monotonic() - self._told_at >= TELL_S:
+                self._total = self._total or self._count()
+                self._tell(done, self._total)
+                self._told_at = time.monotonic()
+            yield part
+
+    def _count(self) -> int:
+        """How many records there are, or lines of text."""
+        if suffix_of(self.file) != TEXT:
+            return sum(1 for _ in records(self.file))
+        with self.file.open(encoding=encoding_of(self.file)) as text:
+            return sum(1 for _ in iter(lambda: text.readline(MAX_CHUNK_CHARS), ""))
 
     def _embeds(self, row: Row) -> bool:
         """Whether the model embeds all tokens of a row; those that it does not are counted."""
@@ -364,7 +388,7 @@ def tokenize(
     encoder = load_encoder(bundle_dir)
     if not os.access(file, os.R_OK):
         raise DataError(f"cannot read {file}; name {DATA_FILE}")
-    reader = Reader(file, encoder, max_seq_length, reading, part, embedded)
+    reader = Reader(file, encoder, max_seq_length, reading, part, embedded, tell)
     try:
         write_token_file(reader.rows(), max_seq_length, output, reader.report)
     except DataError as error:

@@ -6,8 +6,9 @@ Each is counted in the report of the data.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from runtime.data.chat import ASSISTANT, ChatTemplate
 from runtime.data.conversation import Messages
@@ -107,7 +108,7 @@ def not_read_in(messages: Messages, chat: ChatTemplate) -> list[str]:
         f"the field {key!r} in a tool call, which is not read"
         for message in messages
         for call in message.get("tool_calls") or []
-        for key in not_read({**call, **(call.get("function") or {})}, {*CALL, *chat.words})
+        for key in not_read(_joined(call), {*CALL, *chat.words})
     ]
     lost += [
         f"a switch {key!r} in a message that is no answer, which is not scored for that"
@@ -132,23 +133,11 @@ def not_written(
     plain = [_without(message, "tool_calls") for message in messages]
     if plain != messages and _same_text(chat, plain, tools, text):
         dropped = f"{chat.name} does not write its tool calls"
+    places = [*_results(messages), *_extras(messages, chat)]
     lost = [
-        f"a message of {messages[at]['role']!r}, which {chat.name} does not write"
-        for at in _unwritten(chat, messages, tools, text)
+        f"{place.named(messages)}, which {chat.name} does not write"
+        for place in _unwritten(places, chat, messages, tools, text)
     ]
-    for at, message in enumerate(messages):
-        for key in not_read(message, MESSAGE):
-            if key not in chat.words and key not in REASONING:
-                continue  # which is named already
-            plain = [*messages[:at], _without(message, key), *messages[at + 1 :]]
-            if _same_text(chat, plain, tools, text):
-                lost.append(f"{key!r} in a message, which {chat.name} does not write")
-        calls = message.get("tool_calls") or []
-        for key in sorted({key for call in calls for key in _keys(call)} & chat.words):
-            fewer = [_without_in_call(call, key) for call in calls]
-            plain = [*messages[:at], {**message, "tool_calls": fewer}, *messages[at + 1 :]]
-            if _same_text(chat, plain, tools, text):
-                lost.append(f"{key!r} in a tool call, which {chat.name} does not write")
     written = _squeezed(text)
     if any(_squeezed(m["content"]) not in written for m in messages if m["role"] in _WHOLE):
         lost.append(f"a message of which {chat.name} does not write all")
@@ -158,42 +147,110 @@ def not_written(
 _WHOLE = ("system", "user", ASSISTANT)  # whose texts are written as they stand
 
 
-def _unwritten(
-    chat: ChatTemplate, messages: Messages, tools: Messages | None, text: str
-) -> list[int]:
-    """Which results of tools a template does not write; it may write them as JSON.
+@dataclass(frozen=True)
+class _Place:
+    """A field of a message, or of all its calls, that the template may write or leave out."""
 
-    All are changed at once first: mostly all are written, and one text shows it.
-    """
-    marks = {at: f"mark{at}." for at, each in enumerate(messages) if each["role"] not in _WHOLE}
-    changed = [
-        {**message, "content": f"{message['content']}{marks[at]}"} if at in marks else message
-        for at, message in enumerate(messages)
-    ]
-    with suppress(ValueError):  # it reads them
-        marked = chat.text(changed, tools) if marks else text
-        if all(mark in marked and mark not in text for mark in marks.values()):
-            return []
+    at: int  # the message
+    key: str
+    is_in_calls: bool = False
+
+    @property
+    def mark(self) -> str:
+        """A text that no other place has."""
+        return f"mark{self.at}{self.key}."
+
+    def named(self, messages: Messages) -> str:
+        """What it is, for the report."""
+        if self.is_in_calls:
+            return f"{self.key!r} in a tool call"
+        if self.key == "content":
+            return f"a message of {messages[self.at]['role']!r}"
+        return f"{self.key!r} in a message"
+
+    def changed(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with another value there: a text is marked, any other value goes."""
+        if not self.is_in_calls:
+            return self._changed(message)
+        calls = [
+            {**self._changed(call), "function": self._changed(call["function"])}
+            if isinstance(call.get("function"), dict)
+            else self._changed(call)
+            for call in message["tool_calls"]
+        ]
+        return {**message, "tool_calls": calls}
+
+    def _changed(self, fields: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(value := fields.get(self.key), str):
+            return {**fields, self.key: f"{value}{self.mark}"}
+        return _without(fields, self.key)
+
+
+def _results(messages: Messages) -> list[_Place]:
+    """The results of tools, which a template may write as JSON."""
     return [
-        at
-        for at in marks
-        if _same_text(chat, [*messages[:at], changed[at], *messages[at + 1 :]], tools, text)
+        _Place(at, "content")
+        for at, message in enumerate(messages)
+        if message["role"] not in _WHOLE
     ]
 
 
-def _keys(call: dict[str, object]) -> list[str]:
+def _extras(messages: Messages, chat: ChatTemplate) -> list[_Place]:
+    """The fields beyond the usual ones, of which the template knows the names; others are lost."""
+    places = []
+    for at, message in enumerate(messages):
+        keys = not_read(message, MESSAGE)
+        places += [_Place(at, key) for key in keys if key in chat.words or key in REASONING]
+        calls = message.get("tool_calls") or []
+        inner = {key for call in calls for key in not_read(_joined(call), CALL)}
+        places += [_Place(at, key, is_in_calls=True) for key in sorted(inner & chat.words)]
+    return places
+
+
+def _unwritten(
+    places: Sequence[_Place],
+    chat: ChatTemplate,
+    messages: Messages,
+    tools: Messages | None,
+    text: str,
+) -> list[_Place]:
+    """The places whose change leaves the text equal.
+
+    All are changed at once first: mostly all are written, or none is, and one text shows it.
+    """
+    shown: set[_Place] = set()
+
+    def is_equal(asked: Sequence[_Place]) -> bool:
+        changed = list(messages)
+        for place in asked:
+            changed[place.at] = place.changed(changed[place.at])
+        try:
+            now = chat.text(changed, tools)
+        except ValueError:  # it reads one of them
+            return False
+        shown.update(place for place in asked if place.mark in now and place.mark not in text)
+        return now == text
+
+    def equal_among(asked: Sequence[_Place]) -> list[_Place]:
+        if not asked or is_equal(asked):
+            return list(asked)
+        left = [place for place in asked if place not in shown]
+        if len(left) < len(asked):
+            return equal_among(left)
+        half = len(left) // 2
+        return [*equal_among(left[:half]), *equal_among(left[half:])] if half else []
+
+    return equal_among(places)
+
+
+def _joined(call: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a call, and of the function in it."""
     inner = call.get("function")
-    return not_read([*call, *(inner if isinstance(inner, dict) else ())], CALL)
+    return {**call, **(inner if isinstance(inner, dict) else {})}
 
 
 def _without(fields: dict[str, object], key: str) -> dict[str, object]:
     return {name: value for name, value in fields.items() if name != key}
-
-
-def _without_in_call(call: dict[str, object], key: str) -> dict[str, object]:
-    inner = call.get("function")
-    fewer = _without(call, key)
-    return {**fewer, "function": _without(inner, key)} if isinstance(inner, dict) else fewer
 
 
 def _same_text(chat: ChatTemplate, messages: Messages, tools: Messages | None, text: str) -> bool:

@@ -27,6 +27,7 @@ from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import read_small, require_file
 from runtime.core.lookalikes import HUB_ID
 from runtime.core.paths import text_path
+from runtime.core.typed import as_type
 from runtime.methods.joined_adapters import Piece, joined, pieces_of
 from runtime.storage.saves import SLOTS, check_adapter
 
@@ -36,10 +37,7 @@ MOST_CONFIG_BYTES = 1 << 20
 MERGE = "merge it into its model there (PEFT's merge_and_unload, mlx_lm.fuse) and export that"
 TYPES = ("F32", "F16", "BF16")  # of tensors, as safetensors names them
 
-_DAMAGE = (
-    *(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError),
-    msgspec.ValidationError,
-)
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
 
 
 class Stated(NamedTuple):
@@ -141,7 +139,7 @@ class AdapterFiles:
             weights = own.get("weights_sha256")
             # where nothing else decides, the tensors say which modules are adapted
             fields = own.get("lora") or {**stated, "targets": [], "layers": 1}
-            lora = msgspec.convert(fields, LoraSettings)
+            lora = as_type(fields, LoraSettings)
         except peft.UnsupportedError as problem:
             raise BundleError(f"{self.config}: {problem}; {MERGE}") from None
         except KeyError as problem:
@@ -160,7 +158,7 @@ class AdapterFiles:
 
     def _prefix(self, own: dict[str, Any]) -> Stated:
         """The content of a prefix's configuration, all of which is ours."""
-        lora = msgspec.convert(own["lora"], LoraSettings)
+        lora = as_type(own["lora"], LoraSettings)
         if lora.problem or not lora.prefix:
             raise BundleError(f"{self.config}: {lora.problem or 'a prefix has no rows'}")
         return Stated(lora, own.get("weights_sha256"))

@@ -46,36 +46,54 @@ def read_log(path: Path) -> tuple[Header, list[Update | None]]:
     """
     try:
         lines = read_file(path).decode().splitlines(keepends=True)
-        if not lines[-1].endswith("\n"):
+        if lines and not lines[-1].endswith("\n"):
             lines.pop()  # the process died while it wrote this step's line
-        facts = from_json(lines[0])
-        if not isinstance(facts, dict):
-            raise ValueError("its first line is no header")
-        header = Header.of(facts)
-        check_fields(header.more)
+        header = _header_of(lines[0] if lines else "")
         descent = descent_in(header.more)
         steps = enumerate(lines[1:])
         return header, [update_of(header, descent, step, line) for step, line in steps]
-    except (OSError, ValueError, TypeError, IndexError, OverflowError) as problem:
+    except (OSError, ValueError) as problem:
         raise BundleError(f"{path} is not a trajectory that can be replayed: {problem}") from None
+
+
+def _header_of(line: str) -> Header:
+    """The header in the first line. Raises ValueError."""
+    try:
+        facts = from_json(line)
+        if not isinstance(facts, dict):
+            raise ValueError(f"it is {line.strip()!r:.80}")
+        header = Header.of(facts)
+        check_fields(header.more)
+    except ValueError as problem:
+        raise ValueError(f"line 1, its header: {problem}") from None
+    return header
 
 
 def update_of(header: Header, descent: type[Descent], step: int, line: str) -> Update | None:
     """The update in the line of a step, counted from 0. Raises ValueError."""
-    rate, gradients, *more = from_json(line)
+    try:
+        return _update(header, descent, step, line)
+    except (ValueError, OverflowError) as problem:
+        raise ValueError(
+            f"line {step + 2}, of step {step + 1}, is {line.strip()!r:.80}: {problem}"
+        ) from None
+
+
+def _update(header: Header, descent: type[Descent], step: int, line: str) -> Update | None:
+    values = from_json(line)
+    if not isinstance(values, list) or not 2 <= len(values) <= 3:
+        raise ValueError("it must be a list of a rate, of gradients, and of one more list at most")
+    rate, gradients, *more = values
     if gradients is None and not more:
         return None
-    if len(more) > 1 or [] in (gradients, *more):
-        raise ValueError(f"line {step + 2} holds an empty list, or too many")
+    if not all(isinstance(numbers, list) and numbers for numbers in (gradients, *more)):
+        raise ValueError("it holds an empty list, or none")
     extras = more[0] if more else []
-    values = [rate, *gradients, *extras]
-    if not all(isinstance(value, float | int) and math.isfinite(value) for value in values):
-        raise ValueError(f"line {step + 2} holds a value that is no finite number")
+    for value in (rate, *gradients, *extras):
+        if not (isinstance(value, float | int) and math.isfinite(value)):
+            raise ValueError(f"it holds {value!r:.80}, which is no finite number")
     first, second = (tuple(map(float, numbers)) for numbers in (gradients, extras))
-    try:
-        descent.check_extras(first, second)
-    except ValueError as problem:
-        raise ValueError(f"line {step + 2} {problem}") from None
+    descent.check_extras(first, second)
     return Update(step, float(rate), first, header.weight_decay, second)
 
 
@@ -126,13 +144,13 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     for name in fields:
         if name not in known:
             raise ValueError(
-                f"its header has the field {name!r:.80}, unknown to ondevice {__version__}: "
+                f"it has the field {name!r:.80}, unknown to ondevice {__version__}: "
                 "another version may have written it"
             )
     descents = _writers(DESCENTS, fields)
     if len(descents) > 1:
         names = [name for descent in descents for name in descent.log_fields if name in fields]
-        raise ValueError(f"its header has fields of several descents: {', '.join(names)}")
+        raise ValueError(f"it has fields of several descents: {', '.join(names)}")
     for owner in _writers(OWNERS, fields):
         owner.check_fields(fields)
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from runtime.adapters.lora import LoraSettings
+from runtime.core.typed import as_type
 
 
 class Part:
@@ -90,10 +91,9 @@ class Header(msgspec.Struct, frozen=True):
                 f"not {FORMAT!r}"
             )
         more = {name: value for name, value in facts.items() if name not in COMMON}
-        try:
-            header = msgspec.convert({**facts, "more": more}, cls)
-        except msgspec.ValidationError as problem:
-            raise ValueError(f"its header: {problem}") from None
+        header = as_type(
+            {**{name: facts[name] for name in COMMON & facts.keys()}, "more": more}, cls
+        )
         if header.settings is not None and (wrong := header.settings.problem):
             raise ValueError(f"its LoRA {wrong}")
         return header
@@ -102,8 +102,8 @@ class Header(msgspec.Struct, frozen=True):
     def settings(self) -> LoraSettings | None:
         """The LoRA settings, None if the log has none. Raises ValueError if they are invalid."""
         try:
-            return msgspec.convert(self.lora, LoraSettings) if self.lora else None
-        except msgspec.ValidationError as problem:
+            return as_type(self.lora, LoraSettings) if self.lora else None
+        except ValueError as problem:
             raise ValueError(f"its LoRA settings: {problem}") from None
 
     def line(self) -> str:

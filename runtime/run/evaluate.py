@@ -256,10 +256,12 @@ def _evaluate(config: EvalConfig, scratch: Path, events: Events, team: Team) -> 
                 config.budget_bytes,
             )
         else:
-            max_seq_length = config.max_seq_length or source.bucket(bundle, scratch)
+            max_seq_length = config.max_seq_length or source.bucket(
+                bundle, scratch, events.evaluation
+            )
             plan = plan_evaluation(bundle, config.budget_bytes, max_seq_length, config.arithmetic)
         events.announce(plan)
-        rows = source.rows(bundle, scratch, max_seq_length)
+        rows = source.rows(bundle, scratch, max_seq_length, events.evaluation)
         if not team.rank:
             sent = {PLAN: msgspec.json.encode((plan, max_seq_length))}
             team.share({**sent, TOKENS: scratch / TOKENS, **adapter_files(adapter)})

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,6 +34,7 @@ from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import flush_path, read_file, remove, storage_errors, write_atomic
 from runtime.core.lookalikes import is_comparison
 from runtime.core.paths import output_path, text_path
+from runtime.core.typed import as_type
 from runtime.core.version import __version__, of_another_version
 from runtime.data.hub import FOLDER
 from runtime.data.run_rows import is_tokens
@@ -43,24 +44,31 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import TRAJECTORY, Method
 from runtime.plan.plan import Plan
 from runtime.run.lock import LOCK, RunLock
-from runtime.run.results import Evaluation, read_steps
+from runtime.run.results import Evaluation, When, read_steps
 from runtime.run.team import WORKERS, Speeds
 from runtime.run.trackers import OF_TRACKERS
 from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Log
-from runtime.storage.saves import CONFIG, SAVES, SLOTS, Saves, State, another_run, other_ways
+from runtime.storage.saves import (
+    CONFIG,
+    SAVES,
+    SLOTS,
+    Saves,
+    State,
+    another_run,
+    other_ways,
+)
 
 T = TypeVar("T")
 D = TypeVar("D")
 VERSION = 4  # of a run's files, which plan.json names; a save has one of its own
-PLAN, METRICS, SUMMARY = "plan.json", "metrics.jsonl", "summary.json"
+PLAN, METRICS = "plan.json", "metrics.jsonl"
 EVALUATIONS, OTHER_EVALUATIONS = "evaluations.json", "also-evaluated.json"
 SPEEDS = "speeds.json"
 INITIAL = "initial"
 STATE_OF_METHOD = "method.bin"
 SAVED = (WEIGHTS, ADAPTER_CONFIG, STATE_OF_METHOD)
 SAVED_WEIGHTS = (STATE_OF_METHOD,)  # where all weights are trained, beside the slots
-_When = Annotated[str, msgspec.Meta(pattern=r"\A(before|after|[0-9]{1,19})\Z")]
 CHECKED = (CONFIG, PLAN, EVALUATIONS, OTHER_EVALUATIONS, SPEEDS)  # beside the adapter and tokens
 
 
@@ -321,7 +329,7 @@ class RunFolder:
         Raises:
             BundleError: the file is altered, or one is missing.
         """
-        checked: dict[str, Evaluation] = self._checked(EVALUATIONS, dict[_When, Evaluation], {})
+        checked: dict[str, Evaluation] = self._checked(EVALUATIONS, dict[When, Evaluation], {})
         if missing := sorted(set(evaluated) - set(checked)):
             raise BundleError(
                 f"{self.path / EVALUATIONS} lacks the evaluation {missing[0]!r}, which the last "
@@ -357,8 +365,8 @@ class RunFolder:
             return absent
         self.check(name)
         try:
-            return msgspec.convert(read_json(path), kind)
-        except (msgspec.ValidationError, UnicodeError) as problem:
+            return as_type(read_json(path), kind)
+        except ValueError as problem:
             raise BundleError(f"{path} is damaged: {problem}") from None
 
     def check_tokens(self) -> None:
@@ -417,8 +425,8 @@ def read_plan(path: Path, way_out: str) -> Plan:
     if other := of_another_version(stamp, VERSION, way_out, writer):
         raise BundleError(f"{path}: {other}")
     try:
-        return msgspec.convert(facts, Plan)
-    except (msgspec.ValidationError, UnicodeError) as problem:
+        return as_type(facts, Plan)
+    except ValueError as problem:
         raise BundleError(f"{path} is damaged: {problem}; {way_out}") from None
 
 

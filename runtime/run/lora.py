@@ -23,6 +23,7 @@ from runtime.core.errors import UsageError
 from runtime.core.notes import Note, warning
 from runtime.methods.adapters import lora_of
 from runtime.methods.base_weights import check_base_weights
+from runtime.storage.saves import unfinished
 
 C = TypeVar("C", bound=StepConfig)
 
@@ -39,6 +40,7 @@ def to_train(config: C, bundle: Bundle, note: Note | None = None) -> tuple[C, Bu
     """
     manifest = bundle.manifest
     adapter = None
+    _say_unfinished(config.adapter, note)
     if config.adapter is not None and (config.trainable or manifest.trainable) != "full":
         adapter = lora_of(Path(config.adapter), manifest)
         check_base_weights(Path(config.adapter), bundle)
@@ -123,7 +125,8 @@ def _without_adapters(config: StepConfig, bundle: Bundle) -> Bundle:
 def to_apply(adapter: Path | None, bundle: Bundle, note: Note | None = None) -> Bundle:
     """The bundle with the settings of an adapter, or without any adapters.
 
-    An adapter whose folder holds no configuration has the bundle's default, and `note` is told so.
+    An adapter whose folder holds no configuration has the bundle's default. `note` is told so, and
+    where a run is not finished.
 
     Raises:
         BundleError: the adapter's configuration is damaged.
@@ -131,6 +134,7 @@ def to_apply(adapter: Path | None, bundle: Bundle, note: Note | None = None) -> 
     """
     if adapter is None:
         return bundle.with_lora(msgspec.structs.replace(bundle.manifest.lora, targets=()))
+    _say_unfinished(adapter, note)
     lora = lora_of(adapter, bundle.manifest)
     check_base_weights(adapter, bundle)
     if lora is None:
@@ -139,6 +143,11 @@ def to_apply(adapter: Path | None, bundle: Bundle, note: Note | None = None) -> 
             note(_without_configuration(str(adapter), lora))
     _refuse_borrowed(lora, bundle.manifest)
     return bundle.with_lora(lora)
+
+
+def _say_unfinished(adapter: str | Path | None, note: Note | None) -> None:
+    if adapter is not None and note is not None and (text := unfinished(Path(adapter))):
+        note(text)
 
 
 def _without_configuration(adapter: str, lora: LoraSettings, way_out: str = "") -> str:

@@ -26,11 +26,11 @@ from runtime.methods.log import check_belongs, read_log, rebuild
 from runtime.methods.log_header import Header
 from runtime.methods.protocol import TRAJECTORY
 from runtime.methods.zeroth.descent import Update
-from runtime.run.folder import INITIAL, SUMMARY, RunFolder
+from runtime.run.folder import INITIAL, RunFolder
 from runtime.run.results import best_of
 from runtime.run.session import open_verified
 from runtime.run.traced_graphs import choose_device
-from runtime.storage.saves import CONFIG, SLOTS
+from runtime.storage.saves import CONFIG, SLOTS, SUMMARY
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -15,6 +15,7 @@ import msgspec
 
 from runtime.core.errors import BundleError
 from runtime.core.notes import warning
+from runtime.core.typed import decoded
 from runtime.data.packing import PackingReport
 from runtime.data.report import DataReport
 from runtime.plan.plan import Plan
@@ -71,13 +72,13 @@ def read_steps(path: Path, steps: int, way_out: str) -> Iterator[Step]:
             for number, text in enumerate(file, 1):
                 if number > steps:
                     return
-                step = msgspec.json.decode(text, type=Step)
+                step = decoded(text, Step)
                 if step.number != number:
                     raise BundleError(
                         f"{path} is damaged: line {number} is that of step {step.number}; {way_out}"
                     )
                 yield step
-    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as problem:
+    except (OSError, ValueError) as problem:
         raise BundleError(f"{path} is damaged in line {number}: {problem}; {way_out}") from None
     if number < steps:
         raise BundleError(f"{path} has {number} lines for {steps} steps; {way_out}")
@@ -131,6 +132,7 @@ class EvaluationResult(Evaluation, frozen=True, kw_only=True, omit_defaults=True
 
 
 Evaluations = Mapping[str, Evaluation]  # by "before", a step's number, or "after"
+When = Annotated[str, msgspec.Meta(pattern=r"\A(before|after|[0-9]{1,19})\Z")]
 
 
 class Best(msgspec.Struct, frozen=True):

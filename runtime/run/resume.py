@@ -108,7 +108,7 @@ def _continue(
     config, bundle = to_resume(config, bundle)
     chosen = _plan_again(config, bundle, folder, events, team.size)
     events.announce(chosen)
-    rows = open_run_rows(config, bundle, folder.path)
+    rows = open_run_rows(config, bundle, folder.path, events.evaluation)
     folder.check_tokens()
     samples = Samples.of(config, bundle.manifest, rows.train)
     config = settled(config, samples, silent if config.steps == before.steps else events.note)

@@ -126,10 +126,12 @@ def _begin(
     team: Team,
 ) -> TrainResult:
     """Plan and train a run in its empty folder."""
-    config, bundle = to_train(with_length(config, bundle, folder.path), bundle, events.note)
+    config, bundle = to_train(
+        with_length(config, bundle, folder.path, events.evaluation), bundle, events.note
+    )
     chosen = None if config.pack else _first_plan(config, bundle, team, events)
     fixed = _with_absolute_paths(config, folder)
-    rows = open_run_rows(fixed, bundle, folder.path)
+    rows = open_run_rows(fixed, bundle, folder.path, events.evaluation)
     for report in rows.reports.values():
         events.note(report.describe(bundle.manifest.buckets, events.lengths))
     if isinstance(rows.train, MixedRows):

@@ -34,7 +34,7 @@ from runtime.parallel.workers import AGREE_STEPS
 from runtime.run.budget import passed_budget
 from runtime.run.ending import FOUND_BY_EVALUATION, ended
 from runtime.run.evaluate import evaluate_rows
-from runtime.run.folder import EVALUATIONS, OTHER_EVALUATIONS, SPEEDS, SUMMARY
+from runtime.run.folder import EVALUATIONS, OTHER_EVALUATIONS, SPEEDS
 from runtime.run.opened import Opened, Progress
 from runtime.run.results import (
     Best,
@@ -47,7 +47,7 @@ from runtime.run.results import (
     read_steps,
 )
 from runtime.run.schedule import epochs_of, learning_rate
-from runtime.storage.saves import CONFIG, SLOTS
+from runtime.storage.saves import CONFIG, SLOTS, SUMMARY
 
 PACED = 4  # steps by which the workers' speeds are measured; the first does not count
 SKIPS = 10  # steps in a row without a finite loss that end a run

@@ -15,6 +15,7 @@ import msgspec
 
 from runtime.core.errors import BundleError
 from runtime.core.files import read_file, reading_errors, require_file, sha256_file, write_atomic
+from runtime.core.typed import decoded
 
 CHECKSUMS = "checksums.json"
 
@@ -40,8 +41,8 @@ class Checksums:
         if not self.path.exists():
             return {}
         try:
-            return msgspec.json.decode(read_file(self.path), type=Sums)
-        except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as problem:
+            return decoded(read_file(self.path), Sums)
+        except (OSError, ValueError) as problem:
             raise BundleError(f"{self.path} is damaged: {problem}") from None
 
     @contextmanager

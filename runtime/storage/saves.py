@@ -13,13 +13,15 @@ from pathlib import Path
 
 import msgspec
 
+from runtime.core.documents import from_toml
 from runtime.core.errors import BundleError
 from runtime.core.files import read_file, reading_errors, require_file, sha256_file, write_atomic
+from runtime.core.typed import decoded
 from runtime.core.version import of_another_version
 from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Prefix
 
-CONFIG, SAVES, STATE = "config.toml", "saves", "state.json"
+CONFIG, SAVES, STATE, SUMMARY = "config.toml", "saves", "state.json", "summary.json"
 SLOTS = "weights.slots"  # of a run that trains all parameters
 VERSION = 3  # since 3 a save holds checksums of itself and of the logs
 
@@ -73,6 +75,23 @@ def another_run(run: Path, copy: bool = False) -> str:
             f"adapter_config.json of {run}"
         )
     return f"start another run with --adapter {run}"
+
+
+def unfinished(run: Path) -> str:
+    """At which step of how many a run stands that has no summary yet; empty for all else."""
+    if (run / SUMMARY).exists() or not ((run / CONFIG).exists() and (run / SAVES).is_dir()):
+        return ""
+    saves = Saves(run)
+    latest = saves.latest()
+    step = 0 if latest is None else saves.step_of(latest)
+    return f"{run} is not finished: its last save is of step {step} of {_steps_of(run)}"
+
+
+def _steps_of(run: Path) -> str:
+    try:
+        return str(from_toml(read_file(run / CONFIG)).get("steps", "?"))
+    except ValueError:  # whoever resumes the run is told
+        return "?"
 
 
 def other_ways(run: Path, copy: bool = False) -> str:
@@ -145,11 +164,11 @@ class Saves:
         with reading_errors(path):
             data = read_file(path)
         try:
-            stamp = msgspec.json.decode(data, type=_Stamped).version
+            stamp = decoded(data, _Stamped).version
             if other := of_another_version(stamp, VERSION, other_ways(self.run, copy=True)):
                 raise BundleError(f"{path}: {other}")
-            state = msgspec.json.decode(data, type=State)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as problem:
+            state = decoded(data, State)
+        except ValueError as problem:
             raise BundleError(f"{path} is damaged: {problem}; {self.way_out(place)}") from None
         if data != state.encode():
             raise BundleError(

@@ -8,25 +8,27 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from fuzz.child import FAILED, SECONDS, Tell, in_child
+from runtime.data import process
 from runtime.data.process import main
 
 
 @contextmanager
 def forked_modules() -> Iterator[None]:
-    """Let `subprocess.run` fork where it would start Python to call a function."""
-    original = subprocess.run
-    subprocess.run = _run
+    """Let `process.ended` fork where it would start Python to call a function."""
+    original = process.ended
+    process.ended = _ended
     try:
         yield
     finally:
-        subprocess.run = original
+        process.ended = original
 
 
-def _run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run`; stdout and stderr hold the same, what was written to both.
+def _ended(
+    command: Sequence[str], environment: object, given: str, told: object
+) -> subprocess.CompletedProcess[str]:
+    """As `process.ended`; stdout and stderr hold the same, what was written to both.
 
     Raises:
         RuntimeError: the function ended in a traceback, which whoever called it would only cite.
@@ -34,7 +36,7 @@ def _run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[
     function = command[-1]
 
     def work(tell: Tell) -> int:
-        sys.stdin = io.TextIOWrapper(io.BytesIO(options["input"].encode()))
+        sys.stdin = io.TextIOWrapper(io.BytesIO(given.encode()))
         return main([function])
 
     ended = in_child(work, Path("said by the function").absolute(), SECONDS)

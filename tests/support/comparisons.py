@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,20 @@ def entry(step: int, seconds: float = 2.0, passes: int = 1, peak: int = 100) -> 
     return {
         "step": step,
         "loss": 3.0,
+        "learning_rate": 1e-3,
+        "scored_tokens": 8,
+        "tokens": 8,
         "seconds": seconds,
         "forward_passes": passes,
         "footprint_bytes": peak - 10,
         "peak_footprint_bytes": peak,
+        "peak_rss_bytes": peak,
     }
 
 
 def evaluation(loss: float) -> dict[str, Any]:
-    return {"loss": loss, "accuracy": 0.5 - loss / 20, "exact": 0.0}
+    measured = {"loss": loss, "perplexity": math.exp(loss), "accuracy": 0.5 - loss / 20}
+    return {**measured, "exact": 0.0, "scored_tokens": 8, "rows": 1}
 
 
 def curve_of(losses: Mapping[str, float], steps: int, **more: Any) -> Curve:

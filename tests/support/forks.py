@@ -19,13 +19,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from runtime.data.process import _FEW_THREADS
+from runtime.data import process
 
 ROOT = Path(__file__).parents[2]
 # no handlers: what is put in place of progress bars must be there before them
@@ -40,7 +40,6 @@ TRAINING = (
     "runtime.run.start",
 )
 EXPORTING = (*TRAINING, "export.bundle", "export.fused", "transformers", "mlx_lm")
-CALLING = "runtime.data.process"
 CONFINED = (  # modules that are called in processes of their own, and what they import late
     "runtime.data.tokenizing",
     "runtime.data.overview",
@@ -53,7 +52,6 @@ CONFINED = (  # modules that are called in processes of their own, and what they
     "transformers:PreTrainedTokenizerFast",
 )
 CONFINED_AT = "ONDEVICE_TEST_FORKS"  # the address of the process that forks for these modules
-OPTIONS = {"env", "input", "capture_output", "encoding", "errors"}  # with which they are started
 # variables that are read before anything runs, beside the path, and limits that a process inherits
 READ_AT_START = ("PYTHON", "OPENBLAS", "OMP", "MLX", "MALLOC", "GLIBC", "LD_", "PATH")
 INHERITED = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
@@ -107,7 +105,7 @@ def forks(program: Path, exporting: bool = False) -> Forks | None:
 def confined() -> None:
     """Fork for the modules of `CONFINED`, here and in all forks, as long as this process lives."""
     if sys.platform == "linux" and CONFINED_AT not in os.environ:
-        os.environ[CONFINED_AT] = Forks(ROOT, CONFINED, **_FEW_THREADS).address
+        os.environ[CONFINED_AT] = Forks(ROOT, CONFINED, **process._FEW_THREADS).address
 
 
 def forked(
@@ -145,21 +143,26 @@ def import_path(program: Path) -> str:
     return os.pathsep.join(map(str, (program, ROOT, ROOT / "tests")))
 
 
-_run = subprocess.run
+_ended = process.ended
 
 
-def run(command: Any, **options: Any) -> subprocess.CompletedProcess[Any]:
-    """As `subprocess.run`; a call into a module of `CONFINED` is a fork where that is possible."""
-    start, function = list(command[:4]), "".join(map(str, command[4:5]))
-    is_call = start == [sys.executable, "-P", "-m", CALLING] and set(options) == OPTIONS
-    if is_call and function.rpartition(".")[0] in CONFINED:
+def ended(
+    command: list[str],
+    environment: dict[str, str],
+    given: str,
+    told: Callable[[int, int], None],
+) -> subprocess.CompletedProcess[str]:
+    """As `process.ended`; a call into a module of `CONFINED` is a fork where that is possible."""
+    function = command[-1]
+    if function.rpartition(".")[0] in CONFINED:
         confined()
-        code = f"import sys; from {CALLING} import main; sys.exit(main())"
-        given = {"environment": options["env"], "given": options["input"]}
+        code = f"import sys; from {process.CALLED} import main; sys.exit(main())"
         address = os.environ.get(CONFINED_AT)
-        if address and (done := forked(address, code, *command[4:], **given)):
+        if address and (
+            done := forked(address, code, function, environment=environment, given=given)
+        ):
             return done
-    return _run(command, **options)
+    return _ended(command, environment, given, told)
 
 
 def _read_at_start(environment: Mapping[str, str]) -> list[Any]:
@@ -244,7 +247,7 @@ if __name__ == "__main__":
     _import(sys.argv[2:])
     if mlx.core.cuda.is_available():
         start = []  # so that all get fresh processes: CUDA, which MLX has begun, ends with a fork
-    subprocess.run = run  # type: ignore[assignment]
+    process.ended = ended
     os.fsync = os.fstat  # type: ignore[assignment]  # as in conftest.py
     gc.collect()
     gc.freeze()  # no fork has to look through what is imported

@@ -47,7 +47,8 @@ def run_data(arguments: argparse.Namespace) -> None:
 
     config = configuration(DataConfig, arguments)
     bundle = open_bundle(config.bundle)
-    overview = confined_overview(config)
+    with task_bar("row") as progress:
+        overview = confined_overview(config, progress)
     buckets = bundle.manifest.buckets
     first = next(iter(overview.reports.values()))
     if arguments.json:
@@ -173,8 +174,11 @@ def run_replay(arguments: argparse.Namespace) -> None:
     config = configuration(ReplayConfig, arguments)
     set_up()
     from runtime.run.replay import replay
+    from runtime.storage.saves import unfinished
 
     run = Path(config.run)
+    if text := unfinished(run):
+        note(text)
     output = run / "replayed" if config.output is None else Path(config.output)
     if config.output is None and output.is_symlink():
         raise UsageError(f"{output} is a symbolic link; name a folder by --output")

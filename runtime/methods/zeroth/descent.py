@@ -157,7 +157,7 @@ class Descent(Part, ABC):
             ValueError: it is not this descent's.
         """
         if extras:
-            raise ValueError("holds more than projected gradients")
+            raise ValueError("it holds more than projected gradients")
 
     def due(self, step: int) -> bool:
         """Whether it must `measure` before a step."""

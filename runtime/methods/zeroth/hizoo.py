@@ -81,7 +81,7 @@ class HessianDescent(Descent):
     @classmethod
     def check_extras(cls, gradients: Sequence[float], extras: Sequence[float]) -> None:
         if len(extras) != len(gradients):
-            raise ValueError("holds no second difference for each gradient")
+            raise ValueError("it holds no second difference for each gradient")
 
     def header(self) -> dict[str, Any]:
         return {"hessian_smoothing": self._smoothing}

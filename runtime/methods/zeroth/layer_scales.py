@@ -63,8 +63,8 @@ class ScaledDescent(Descent):
 
     @classmethod
     def check_extras(cls, gradients: Sequence[float], extras: Sequence[float]) -> None:
-        if not all(map(is_scale, extras)):
-            raise ValueError("holds a scale that is no number above 0")
+        if wrong := [scale for scale in extras if not is_scale(scale)]:
+            raise ValueError(f"it holds the scale {wrong[0]!r}, which is no number above 0")
 
     def header(self) -> dict[str, Any]:
         return {"scaling": self._scaling, "scaled": self._scaled}

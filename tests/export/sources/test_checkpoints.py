@@ -379,19 +379,51 @@ def test_quantized_parts_must_agree(tmp_path: Path) -> None:
         open_checkpoint(str(write_folder(folder, config, arrays)))
 
 
+def save(path: Path, arrays: Arrays) -> None:
+    mx.save_safetensors(str(path), {name: mx.array(array) for name, array in arrays.items()})
+
+
 def test_weights_that_are_there_twice_are_refused(tmp_path: Path) -> None:
     config, arrays = weights_of("tiny-qwen2")
     folder = write_shards(tmp_path / "m", config, arrays)
     (name, *_), file = sorted(arrays), "model-00002-of-00002.safetensors"
     again = {name: arrays[name], **{key: arrays[key] for key in sorted(arrays)[1::2]}}
-    single = folder / "model.safetensors"
-    mx.save_safetensors(str(single), {key: mx.array(array) for key, array in arrays.items()})
-    with pytest.raises(BundleError, match=r"lies beside model\.safetensors\.index\.json"):
-        open_checkpoint(str(folder))
-    single.unlink()
-    mx.save_safetensors(str(folder / file), {key: mx.array(array) for key, array in again.items()})
+    save(folder / file, again)
     with pytest.raises(BundleError, match=f"{name} is in model-00001-of-00002.safetensors and in"):
         open_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_single_file_is_read_alone(tmp_path: Path, has_index: bool) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+    folder = write_shards(tmp_path / "m", config, arrays)
+    whole = {name: array + 1 for name, array in arrays.items()}  # its values are other ones
+    save(folder / "model.safetensors", whole)
+    (folder / "model-00002-of-00002.safetensors").unlink()  # which is not needed then
+    if not has_index:
+        (folder / "model.safetensors.index.json").unlink()
+    with open_checkpoint(str(folder)) as read:
+        for name, array in whole.items():
+            np.testing.assert_array_equal(read.rows(name, 0, len(array)), array)
+        assert [file["name"] for file in read.provenance["files"]] == ["model.safetensors"]
+        (warned,) = read.warnings
+    assert "model.safetensors is read alone" in warned
+    assert "without model-00001-of-00002.safetensors, model-00002-of-00002.safetensors" in warned
+
+
+def test_a_single_file_that_is_not_the_whole_model_is_refused_beside_an_index(
+    tmp_path: Path,
+) -> None:
+    config, arrays = weights_of("tiny-qwen2")
+    folder = write_shards(tmp_path / "m", config, arrays)
+    fewer = dict(arrays)
+    del fewer["model.norm.weight"]
+    save(folder / "model.safetensors", fewer)
+    lacks = f"lacks 1 of the {len(arrays)} tensors of .*index.json, such as model.norm.weight"
+    with pytest.raises(BundleError, match=lacks):
+        open_checkpoint(str(folder))
+    (folder / "model.safetensors").unlink()
+    assert not open_checkpoint(str(folder)).warnings
 
 
 def test_missing_and_truncated_files(tmp_path: Path) -> None:

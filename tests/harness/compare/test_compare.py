@@ -306,6 +306,17 @@ def test_the_last_words_of_a_process() -> None:
     assert command._message("ondevice: warning: slow\nTraceback\nKeyError: 3") == ""
 
 
+def test_the_last_words_of_a_process_are_not_passed_on_before_its_end() -> None:
+    said = "ondevice: warning: slow\nplan\r\nrow ondevice: 3\rondevice: wrong;\n  or more\r\n"
+    cut = said.index("ondevice: wrong")
+    for size in range(1, len(said)):
+        passed, left = "", ""
+        for start in range(0, len(said), size):
+            more, left = process.parted(f"\n{passed}"[-1], left + said[start : start + size])
+            passed += more
+        assert (passed, left) == (said[:cut], said[cut:])
+
+
 def test_errors_of_a_process_are_ours(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BundleError, match="no bundle"):
         measure_training({"bundle": str(tmp_path / "none"), "data": "random:1"}, tmp_path / "run")
@@ -368,6 +379,8 @@ def test_a_comparison_as_users_make_it(bundle: Path, tmp_path: Path) -> None:
     started = ondevice(*arguments, env=environment)
     assert started.returncode == 130 and "same command again" in started.stderr, started.stderr
     assert "Traceback" not in started.stderr
+    assert "--resume" not in started.stderr  # of the run alone, whose own way to go on it is
+    assert started.stderr.count("\nondevice: ") == 1
     (saved,) = (out / "runs" / "mebp" / "saves").glob("step-*")
     assert saved.name == "step-00000005" and not (out / "runs" / "mebp" / "summary.json").exists()
     swept = {path: path.stat().st_mtime_ns for path in out.glob("sweep/*/summary.json")}

@@ -51,8 +51,8 @@ class Swept:
                 raise DivergedError("the loss of step 13 is nan")
             run.mkdir(parents=True, exist_ok=True)
             (run / "config.toml").touch()
-            lines = [json.dumps(entry(step + 1)) for step in range(steps)]
-            (run / "metrics.jsonl").write_text("\n".join(lines))
+            lines = [json.dumps(entry(step + 1)) + "\n" for step in range(steps)]
+            (run / "metrics.jsonl").write_text("".join(lines))
             losses = dict(zip((10, 20, 40), RATES[rate], strict=True))
             found = {str(at): evaluation(loss) for at, loss in losses.items() if at < steps}
             end = evaluation(losses.get(steps, 2.0))

@@ -168,7 +168,8 @@ def test_what_is_no_run_is_refused(runs: Path, tmp_path: Path) -> None:
     ):
         run = Path(shutil.copytree(damaged, tmp_path / f"damaged-{len(cases)}"))
         (run / name).write_text(text)
-        cases.append(([run], 4, "is damaged"))
+        line = " in line 1" if name == "metrics.jsonl" else ""
+        cases.append(([run], 4, f"{run / name} is damaged{line}: "))
     for arguments, code, said in cases:
         refused = refuses(code, said, "report", "-o", page, *arguments)
         assert "Traceback" not in refused.stderr and not page.exists()

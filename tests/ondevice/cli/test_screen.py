@@ -60,6 +60,29 @@ def test_a_terminal_is_shown_control_characters_and_a_pipe_gets_them() -> None:
         assert pipe.getvalue() == f"{ROW}\n"
 
 
+def test_where_no_terminal_is_long_work_is_told_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(screen.time, "monotonic", lambda: clock[0])
+    work = [
+        ("graphs", 5, 9, 20.0),  # ends before it is told
+        *[("layers.0.weight", done * 10**6, 10**7, 12.0) for done in range(1, 8)],
+        *[("tokenizing a: b.jsonl", done * 10**6, 10**7, 25.0) for done in range(1, 4)],
+        ("evaluating (before)", 1, 2, 100.0),  # the time is that of what comes after it
+        ("evaluating (50)", 1, 2, 100.0),
+        ("evaluating (50)", 2, 2, 1.0),
+    ]
+    with contextlib.redirect_stderr(io.StringIO()) as pipe, task_bar("step") as show:
+        for task, done, total, seconds in work:
+            show(task, done, total)
+            clock[0] += seconds
+    assert pipe.getvalue().splitlines() == [
+        "weights: 4 MB of 10 MB",
+        "weights: 7 MB of 10 MB",
+        "tokenizing a: b.jsonl: row 3,000,000 of 10,000,000",
+        "evaluating (50): step 2 of 2",
+    ]
+
+
 def test_an_error_that_quotes_a_row_is_shown_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     def command() -> None:
         raise DataError(f"{ROW}.jsonl, line 1")

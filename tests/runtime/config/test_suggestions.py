@@ -68,6 +68,8 @@ OF_TRL_AND_PEFT = """
         ("eval b --adapter-path=x", "did you mean --adapter?"),
         ("fuse b -o x --adapter-path=x", "did you mean --adapter?"),
         ("train b --adapter-path x", "did you mean --output?"),  # where mlx_lm.lora writes them
+        ("plan b --adapter-path x", "--adapter-path: `ondevice train --output RUN` writes"),
+        ("inspect b --wandb", "unrecognized arguments: --wandb; see: ondevice inspect --help"),
         ("train b --resume-adapter-file x", "did you mean --adapter?"),
         ("train b --local-rank 1", "--local-rank: several processes share a training"),
         ("train b --dataset-config x", "--data OWNER/NAME:CONFIG:SPLIT"),
@@ -76,7 +78,7 @@ OF_TRL_AND_PEFT = """
         ("eval b --seed 3", "unrecognized arguments: --seed 3; see: ondevice eval --help"),
         ("train b --num-train-epochs 3", "did you mean --epochs?"),
         ("train b --mask-prompt", "--mask-prompt: prompts have no loss unless --loss-on"),
-        ("train b --load-in-4bit", "ondevice export MODEL -o BUNDLE --bits 4"),
+        ("train b --load-in-4bit", "`ondevice export MODEL -o BUNDLE --bits 4`"),
         ("train --model x", "a bundle is given without a flag"),
         ("train b --use-dora", "DoRA is not supported"),
         ("train b --dora", "DoRA is not supported"),
@@ -85,7 +87,7 @@ OF_TRL_AND_PEFT = """
         ("train b --optim=adamw_torch", "did you mean --optimizer adamw?"),
         ("train b --data=d --optimizer=adamw_8bit", "adamw lies on the disk"),
         ("train b --lr-scheduler-type cosine_with_restarts", "--lr-schedule cosine?"),
-        ("train b --bits 4", "--bits: weights are quantized once: ondevice export"),
+        ("train b --bits 4", "--bits: weights are quantized once: `ondevice export"),
         ("train b --q-bits 4", "--q-bits: weights are quantized once"),
         ("train b --neftune-noise-alpha 5", "the plain cross entropy"),
         ("train b --val-set-size 0.1", "did you mean --valid-split?"),
@@ -186,6 +188,27 @@ def test_the_tables_name_what_is_not_ours() -> None:
         assert all(any(check.allows(read[ours]) for check in checks) for ours in theirs.values())
         others = {*theirs, *VALUE_ADVICE.get(flag, {})}
         assert not [value for value in others if all(check.allows(value) for check in checks)]
+
+
+@pytest.mark.parametrize("command", sorted(NAMES))
+def test_no_hint_names_a_flag_that_its_command_does_not_have(command: str) -> None:
+    ours = long_flags(PARSERS[command])
+    values = {
+        their
+        for theirs in (VALUES_ELSEWHERE, VALUE_ADVICE)
+        for of in theirs.values()
+        for their in of
+    }
+    for typed in {*FLAGS_ELSEWHERE, *ADVICE} - set(ours):
+        for value in sorted(values):
+            _, _, said = not_known([typed, value], ours, f"ondevice {command}").partition(" ")
+            said = said.removeprefix("arguments:").replace(f" {typed} ", " ")
+            for other in re.findall("`ondevice (.*?)`", said):
+                name, *words = other.split()
+                named = {word for word in words if word.startswith("--")}
+                assert name in NAMES | {"..."} and named <= {*long_flags(PARSERS[name])}, said
+            bare = re.sub(f"`[^`]*`|see: ondevice {command} --help", "", said)
+            assert {*re.findall(r"(?<!\w)--[a-z-]+", bare)} <= {*ours}, (typed, value, said)
 
 
 def _of_package(package: str, name: str) -> str:

@@ -32,6 +32,13 @@ def killed() -> None:
 def wrong() -> None:
     raise ValueError("no number")
 
+def counting() -> str:
+    from runtime.data.process import tell
+    for done in range(3):
+        print("a library says hello")
+        tell(done, 3)
+    return "told: 5 6"
+
 def refusing() -> None:
     raise UsageError("give another")
 
@@ -65,6 +72,19 @@ def test_arguments_and_results_are_as_they_were_given(
         path = Path(os.fsdecode(name))
         assert json.loads(called("told", path, words)) == [list(name), words]
     assert json.loads(called("told", None, {})) == [None, {}]
+
+
+def test_how_much_is_done_is_told_on_the_way(called: Call) -> None:
+    told: list[tuple[str, int, int]] = []
+    said = called("counting", progress=lambda *work: told.append(work))
+    assert json.loads(said) == "told: 5 6"
+    assert told == [("the work", 0, 3), ("the work", 1, 3), ("the work", 2, 3)]
+    with pytest.raises(KeyboardInterrupt):
+        called("counting", progress=_interrupted)
+
+
+def _interrupted(*work: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

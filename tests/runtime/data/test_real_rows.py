@@ -65,6 +65,19 @@ def _text(tokens: Any) -> str:
     return "".join(str(make_tokenizer().id_to_token(int(token))) for token in tokens)
 
 
+def texts_counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts of whole conversations that are rendered from here on."""
+    rendered: list[str] = []
+    text = ChatTemplate.text
+
+    def counted(chat: ChatTemplate, *conversation: Any) -> str:
+        rendered.append(text(chat, *conversation))
+        return rendered[-1]
+
+    monkeypatch.setattr(ChatTemplate, "text", counted)
+    return rendered
+
+
 def chat(*answers: dict[str, Any], **fields: Any) -> dict[str, Any]:
     turns = [turn for answer in answers for turn in (ASKED, {**ANSWER, **answer})]
     return {"messages": turns, **fields}
@@ -353,7 +366,7 @@ FOREIGN = "'<|im_end|>', which is no token of this model"
     ("row", "lost"),
     [
         (chat({"content": [WEIGHED]}), "the field 'weight' in a part of a message, which is not r"),
-        (chat({"function_call": {}, "tool_calls": [CALL]}), "the field 'function_call' in"),
+        (chat({"function_call": OLDER, "tool_calls": [CALL]}), "the field 'function_call' in"),
         (chat({}, tools=[TOOL], functions=[ZONE]), "'functions' beside 'tools', of which only 't"),
         ({"messages": [{**ASKED, **HUMAN, "value": "b"}, ANSWER]}, "the field 'value' in a m"),
         (chat({"content": "yes<eos> "}), "'<eos>' at the end of an answer, where the template wri"),
@@ -377,6 +390,46 @@ def test_what_is_not_learnt_as_it_stands_is_counted(
 ) -> None:
     counted = read(bundle, row, chat({})).report.lost
     assert [key for key, rows in counted.items() if key.startswith(lost) and rows == 1]
+
+
+@pytest.mark.parametrize("empty", [None, [], {}, ""], ids=str)
+def test_a_field_without_a_value_is_no_field(bundle: Path, empty: object) -> None:
+    """As OpenAI's clients write the fields that a message does not use."""
+    names = ("annotations", "tool_calls", "audio", "refusal", "function_call", "name", "style")
+    answer = dict.fromkeys(names, empty)
+    parts = {**answer, "content": [{"type": "text", "text": "yes", "image_url": empty}]}
+    row = chat(answer, parts, images=empty)
+    rows = read(bundle, row, {**row, "messages": json.dumps(row["messages"])})
+    assert texts(rows) == [CHATTED * 2] * 2
+    assert not rows.report.lost and not rows.report.warnings
+
+
+@pytest.mark.parametrize("content", [None, "", []], ids=str)
+def test_a_refusal_in_place_of_an_answer_is_refused(bundle: Path, content: object) -> None:
+    row = chat({"content": content, "refusal": "I cannot say."})
+    with pytest.raises(DataError, match=r"message 2 has a refusal in place of its content; write"):
+        read(bundle, row, chat({}))
+    beside = read(bundle, chat({"refusal": "I cannot say."}))
+    assert beside.report.lost == {"the field 'refusal' in a message, which is not read": 1}
+
+
+def test_many_fields_of_a_message_take_no_more_texts_than_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_names = [f"extra{number}" for number in range(40)]
+    lines = "".join(f"{{{{ m.{name} }}}}" for name in read_names[:20])
+    unread = "".join(f"{{% set x = m.{name} %}}" for name in read_names[20:])
+    template = CHAT.replace("{{ m.role }}", "{{ m.role }}" + lines + unread, 1)
+    assert template != CHAT
+    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
+    counts = []
+    for names in (read_names[:1], read_names[:20], read_names):
+        rendered = texts_counted(monkeypatch)
+        asked = {**ASKED, **dict.fromkeys(names, "x")}
+        lost = read(bundle, {"messages": [asked, ANSWER]}).report.lost
+        assert len(lost) == max(0, len(names) - 20)
+        counts.append(len(rendered))
+    assert counts == [counts[0], counts[0], counts[0] + 1]
 
 
 def test_an_answer_has_its_end_once(bundle: Path) -> None:
@@ -476,14 +529,7 @@ def test_of_many_results_those_are_counted_that_are_not_written(
         "{{ m.role", check + "{{ m.role"
     )
     bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": named})
-    rendered: list[str] = []
-    text = ChatTemplate.text
-
-    def counted(chat: ChatTemplate, *conversation: Any) -> str:
-        rendered.append(text(chat, *conversation))
-        return rendered[-1]
-
-    monkeypatch.setattr(ChatTemplate, "text", counted)
+    rendered = texts_counted(monkeypatch)
     results = [ASKED, *[{"role": "tool", "content": "ten"}] * 15, ANSWER]
     assert not read(bundle, {"messages": results}).report.lost
     assert len(rendered) < 5

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from runtime.core.errors import DataError, StorageError
 from runtime.data import tokenizing as tokenize_file
-from runtime.data.source import prepare_tokens
+from runtime.data.source import Reading, prepare_tokens
 from runtime.data.text_encoder import load_encoder
 from runtime.data.token_rows import TokenRows
 
@@ -49,6 +49,25 @@ def test_text_is_tokenized_in_another_process(bundle: Path, tmp_path: Path) -> N
     assert (rows.seq_length, rows.report.kept) == (4, len(chunks))
     assert rows.row(0)[0].dtype == np.int32
     assert [path.name for path in out.parent.iterdir()] == ["train.tokens"]
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows.jsonl", "rows.json"])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_how_much_is_read_is_told_while_it_takes_long(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, share: float
+) -> None:
+    rows = [json.dumps({"text": f"the cat {number}"}) for number in range(5)]
+    text = f"[{','.join(rows)}]" if name.endswith("n") else "".join(f"{row}\n" for row in rows)
+    (tmp_path / name).write_text(text)
+    told: list[tuple[int, int]] = []
+    reader = tokenize_file.Reader(
+        tmp_path / name, load_encoder(bundle), 4, Reading(valid_share=share),
+        tell=lambda *counts: told.append(counts),
+    )  # fmt: skip
+    assert list(reader.rows()) and not told
+    monkeypatch.setattr(tokenize_file, "TELL_S", 0.0)
+    assert list(reader.rows())
+    assert told[-5:] == [(done, 5) for done in range(5)]
 
 
 @given(st.lists(st.lists(st.integers(2, 99), max_size=30)), st.integers(1, 9), st.booleans())

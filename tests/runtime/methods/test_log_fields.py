@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,15 @@ def log_of(path: Path, fields: dict[str, Any], *lines: str) -> Path:
     ("fields", "said"),
     [
         ({"more": 1}, "has the field 'more', unknown to ondevice .*another version"),
-        ({"noise": "uniform"}, r"gaussian.* - at `\$.noise`"),
-        ({"seed": -1}, r"`int` >= 0 - at `\$.seed`"),
-        ({"seed": "1"}, r"got `str` - at `\$.seed`"),
-        ({"weight_decay": -0.1}, r"at `\$.weight_decay`"),
+        ({"noise": "uniform"}, r"gaussian.* - at `\$.noise`, which is 'uniform'"),
+        ({"seed": -1}, r"`int` >= 0 - at `\$.seed`, which is -1"),
+        ({"seed": "1"}, r"got `str` - at `\$.seed`, which is '1'"),
+        ({"weight_decay": -0.1}, r"at `\$.weight_decay`, which is -0.1"),
         ({"weight_decay": float("nan")}, r"at `\$.weight_decay`"),
         ({"format": "ondevice-trajectory-2"}, "its format"),
         ({"initial_sha256": 3}, r"got `int` - at `\$.initial_sha256`"),
         ({"lora": {"rank": 0}}, "its LoRA"),
+        ({"lora": {"rank": "2"}}, r"at `\$.rank`, which is '2'"),
         (
             {"lora": {"rank": 0, "alpha": 1.0, "targets": "all-linear"}},
             "its LoRA rank is 0, not from 1 to 4096",
@@ -119,7 +121,7 @@ def log_of(path: Path, fields: dict[str, Any], *lines: str) -> Path:
 def test_a_log_with_another_header_is_refused(
     tmp_path: Path, fields: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(BundleError, match=f"not a trajectory that can be replayed: .*{said}"):
+    with pytest.raises(BundleError, match=f"can be replayed: line 1, its header: .*{said}"):
         read_log(log_of(tmp_path / "log", fields))
 
 
@@ -149,8 +151,10 @@ def test_a_descent_says_what_follows_the_gradients(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "line", "said"),
     [
-        ({}, "[0.1, [1.0], [2.0]]", "line 2 holds more than projected gradients"),
+        ({}, "[0.1, [1.0], [2.0]]", "it holds more than projected gradients"),
         ({}, "[0.1, null, [2.0]]", ""),
+        ({}, "3", "a list of a rate"),
+        ({}, '["a", [1.0]]', "it holds 'a', which is no finite number"),
         ({}, "[0.1, []]", "an empty list"),
         ({}, "[0.1, [1.0], []]", "an empty list"),
         ({}, "[0.1, [1e999]]", "no finite number"),
@@ -162,16 +166,17 @@ def test_a_descent_says_what_follows_the_gradients(tmp_path: Path) -> None:
         (CURVED, "[0.1, [1.0], null]", ""),
         (CURVED, "[0.1, null, null]", ""),
         (SCALED, "[0.1, [1.0], []]", "an empty list"),
-        (SCALED, "[0.1, [1.0], [0.0]]", "a scale that is no number above 0"),
+        (SCALED, "[0.1, [1.0], [0.0]]", "the scale 0.0, which is no number above 0"),
         (SCALED, '[0.1, [1.0], ["a"]]', "no finite number"),
-        (SCALED, "[0.1, [1.0], [2.0], [2.0]]", "too many"),
+        (SCALED, "[0.1, [1.0], [2.0], [2.0]]", "one more list at most"),
     ],
 )
 def test_a_step_with_other_numbers_is_refused(
     tmp_path: Path, fields: dict[str, Any], line: str, said: str
 ) -> None:
-    with pytest.raises(BundleError, match=f"not a trajectory that can be replayed: .*{said}"):
-        read_log(log_of(tmp_path / "log", fields, line))
+    where = f"line 3, of step 2, is '{re.escape(line[:20])}"
+    with pytest.raises(BundleError, match=f"can be replayed: {where}.*{said}"):
+        read_log(log_of(tmp_path / "log", fields, "[0.1, null]", line))
 
 
 def test_scales_are_those_of_the_bundles_layers(tiny: Tiny, tmp_path: Path) -> None:

@@ -258,6 +258,30 @@ def test_whoever_reads_a_runs_adapter_compares_it(
     assert not (tmp_path / "more").exists() and not (tmp_path / "again").exists()
 
 
+@pytest.mark.parametrize("method", ["mezo"], indirect=True)
+def test_whoever_reads_a_run_that_is_not_finished_says_where_it_stands(
+    bundle: Path, texts: Path, killed: Path, whole: Path, tmp_path: Path
+) -> None:
+    random = ("--data", "random:1", "--max-seq-length", 24)
+    out, little = tmp_path / "out", "--budget=1MB"  # which is refused after the adapter is read
+    readers: list[tuple[int, tuple[object, ...]]] = [
+        (0, ("adapter", "RUN", "--to", "peft", "--output", out)),
+        (0, ("fuse", bundle, "--adapter", "RUN", "--no-quality", "--output", out)),
+        (3, ("eval", bundle, *random, "--adapter", "RUN", little)),
+        (4, ("generate", texts, "--prompt", "the cat", "--adapter", "RUN")),  # another model
+        (3, ("plan", bundle, *random[2:], "--adapter", "RUN", little)),
+        (3, ("train", bundle, *random, "--output", out, "--adapter", "RUN", little)),
+        (0, ("replay", "RUN", "--output", out)),
+    ]
+    said = f"{killed} is not finished: its last save is of step 4 of {STEPS}\n"
+    for code, words in readers:
+        for run, times in ((killed, 1), (whole, 0)):
+            done = here(*(run if word == "RUN" else word for word in words))
+            shutil.rmtree(out, ignore_errors=True)
+            assert done.returncode == code, (words, done.stderr)
+            assert done.stderr.count(said) == times, (words, done.stderr)
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "saves"])
 @pytest.mark.parametrize("method", ["mezo"], indirect=True)
 def test_a_run_that_leads_elsewhere_is_refused(

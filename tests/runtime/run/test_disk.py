@@ -18,10 +18,11 @@ from runtime.machine.footprint import Meter
 from runtime.parallel.exchange import Exchange
 from runtime.parallel.workers import Workers
 from runtime.run import budget, disk, resume, start
-from runtime.run.folder import SUMMARY, RunFolder
+from runtime.run.folder import RunFolder
 from runtime.run.results import Events
 from runtime.run.team import Team
 from runtime.storage import activations, scratch
+from runtime.storage.saves import SUMMARY
 
 
 def config_of(tiny: Tiny, run: Path, **options: object) -> TrainConfig:

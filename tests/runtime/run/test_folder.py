@@ -15,7 +15,7 @@ from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.protocol import StepLoss
 from runtime.run.evaluate import summarize
-from runtime.run.folder import EVALUATIONS, RunFolder
+from runtime.run.folder import EVALUATIONS, OTHER_EVALUATIONS, RunFolder
 from runtime.run.results import final_loss, read_steps
 
 # saves twice, and dies when it has begun to remove a save during the second
@@ -79,12 +79,21 @@ def test_evaluations_are_read_again_as_they_were_made(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="lacks the evaluation '6'"):
         folder.evaluations(8, ("6",))
     right = msgspec.to_builtins(whole)
-    for odd in ({}, {**right, "loss": "low"}, {**right, "accuracy": None}, {**right, "rows": 1.5}):
+    for odd, said in (
+        ({}, r"`\$.4`, which is {}"),
+        ({**right, "loss": "low"}, r"`\$.4.loss`, which is 'low'"),
+        ({**right, "accuracy": None}, r"`\$.4.accuracy`, which is None"),
+        ({**right, "rows": 1.5}, r"`\$.4.rows`, which is 1.5"),
+    ):
         folder.write_json(EVALUATIONS, {**made, "4": odd})
-        with pytest.raises(BundleError, match=r"evaluations\.json is damaged: "):
+        with pytest.raises(BundleError, match=rf"evaluations\.json is damaged: .* - at {said}"):
             folder.evaluations(5)
-    folder.write_json(EVALUATIONS, {"soon": whole})
-    with pytest.raises(BundleError, match=r"is damaged: .* - at `key`"):
+        folder.write_json(OTHER_EVALUATIONS, {"a": made, "b": {"before": whole, "4": odd}})
+        inner = said.replace("4", "b.4", 1)
+        with pytest.raises(BundleError, match=rf"evaluated\.json is damaged: .* - at {inner}"):
+            folder.other_evaluations()
+    folder.write_json(EVALUATIONS, {"before": whole, "soon": whole})
+    with pytest.raises(BundleError, match=r"is damaged: .* - at `\$`, which is 'soon'"):
         folder.evaluations(5)
 
 
@@ -114,7 +123,9 @@ def test_counts_that_are_none_are_refused(tmp_path: Path, tokens: str) -> None:
     line = json.dumps(msgspec.to_builtins(STEP)).replace('"tokens": 8', f'"tokens": {tokens}')
     path = tmp_path / "metrics.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(BundleError, match="damaged in line 1"):
+    with pytest.raises(
+        BundleError, match=r"damaged in line 1: .*(tokens`, which is |more than 4,300 dig)"
+    ):
         list(read_steps(path, 1, "give up"))
 
 
