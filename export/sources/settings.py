@@ -146,16 +146,15 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
     off = [key[4:] for key, value in text.items() if key.startswith("use_") and value is False]
     of_those = tuple(f"{key}_" for key in off)  # as cla_share_factor beside use_cla
     window, longest = text.get("sliding_window"), text.get("max_position_embeddings")
-    if "sliding_window" in off or window is None or is_wide(window, longest):
-        of_those += ("max_window_layers",)
-        known = known | {"sliding_window"}
+    has_none = "sliding_window" in off or window is None or is_wide(window, longest)
+    of_window = ("sliding_window", "max_window_layers") if has_none else ()
     counts = [text[key] for key in EXPERTS if key in text]
     is_dense = bool(counts) and all(count in (None, 0, 1) for count in counts)
     for key in [*unknown]:
         usual = unknown[key] in (*_AS_USUAL.get(key, ()), *stated.get(key, ()))
         of_experts = is_dense and _OF_EXPERTS.search(key)
-        of_those_off = key in known or key.startswith(of_those)
-        if usual or of_experts or of_those_off or is_neutral_name(key):
+        is_off = key in of_window or key.startswith(of_those) or of_experts
+        if usual or is_off or is_neutral_name(key):
             del unknown[key]
     if computing := [key for key in unknown if _COMPUTES.search(key) and not stated.get(key)]:
         raise BundleError(
