@@ -82,7 +82,8 @@ def special_of(files: Mapping[str, bytes]) -> Special:
             f"it in {CONFIG} if the model was trained without it"
         )
     decoder = _as(dict, config, "added_tokens_decoder", None)
-    extra = next((_as((list, dict), config, key, []) for key in _EXTRA if config.get(key)), [])
+    given = (_as((list, dict), config, key, []) for key in _EXTRA if config.get(key))
+    extra: Any = next(given, [])
     if decoder is None:
         older = _object(files, SPECIAL_MAP)
         theirs = older.pop("extra_special_tokens", None) or []
