@@ -13,13 +13,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_map
 
+from export.cut.stand_ins import Replacement, replaced
 from export.cut.tape import Tape
 from export.cut.taps import Taps
 from export.cut.trace import trace
 from export.sources.families import OF_MLX_LM, build_model
 from export.sources.general import (
+    ACTIVATION,
     EXPERTS,
     LOCAL_BASE,
     default_settings,
@@ -28,6 +31,7 @@ from export.sources.general import (
 )
 from export.sources.model_classes import arguments_of, is_own_default
 from export.sources.settings import is_neutral_name, neutral_settings, used_settings
+from export.sources.windows import is_wide
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import BundleError
 
@@ -113,7 +117,7 @@ def unread(
     known, unused = arguments_of(family), given.keys() - used_settings(family, model_type)
     longest = max((settings.get("max_position_embeddings") or 0, *lengths))
     heeded = _heeded(settings, defaults or {})
-    before = ""
+    before: dict[bool, str] = {}
     alike = _OTHERWISE | _OF_FAMILY.get(family, {})
     refused = {
         key: settings[key]
@@ -145,20 +149,33 @@ def unread(
         own = known_name(key, known)
         is_known = own in known or key in config
         if is_known and not (is_window and defaults is not None and key not in defaults):
-            before = before or _checked(family, config, where)
+            narrow = key in _SAYS_WHERE and is_wide(config.get("sliding_window"), PROBE)
+            probed = {**config, "sliding_window": 3} if narrow else config
+            if narrow not in before:
+                before[narrow] = _checked(family, probed, where)
             others = _other_positions(config.get(own), settings.get("layer_types") or ())
             changes = [{own: other} for other in others or [another_value(key, value)]]
             nested = config.get("rope_parameters") or {}
             if own in nested:  # the class reads one of both
                 changes[0]["rope_parameters"] = {**nested, **changes[0]}
-            if all(_traced(family, {**config, **change}) != before for change in changes):
+            if all(_traced(family, {**probed, **change}) != before[narrow] for change in changes):
                 continue
+            if defaults is None and key in ACTIVATION:
+                with replaced(_without(str(value))):
+                    if _traced(family, config) != before[narrow]:
+                        continue
         is_own = defaults is not None and key not in defaults
         is_own = is_own and (not changes_layers or key in OF_MLX_LM.get(family, ()))
         if is_own and is_own_default(family, own, value):
             continue  # transformers has no setting for it
         refused[key] = value
     return refused
+
+
+def _without(activation: str) -> list[Replacement]:
+    """Another function in place of MLX's of this name, if it has one."""
+    other = nn.silu if activation == "relu" else nn.relu
+    return [(nn, activation, other)] if callable(getattr(nn, activation, None)) else []
 
 
 def _norms_one(family: str, config: dict[str, Any], settings: Mapping[str, Any]) -> bool:
@@ -204,7 +221,7 @@ def _is_off(key: str, value: Any, settings: Mapping[str, Any], longest: int) -> 
     types = settings.get("layer_types")
     full = isinstance(types, list) and {*types} == {"full_attention"}
     full = full or settings.get(_PATTERN[1:]) == 1
-    wide = _is_wide(settings.get("sliding_window"), longest)
+    wide = is_wide(settings.get("sliding_window"), longest)
     if key == "layer_types":
         alike = isinstance(types, list) and {*types} <= {"full_attention", "sliding_attention"}
         return full or (alike and wide)
@@ -225,21 +242,16 @@ def _is_off(key: str, value: Any, settings: Mapping[str, Any], longest: int) -> 
         return bool(value * heads == settings.get("hidden_size") or value == turned)
     if "window" in key:
         off = settings.get("use_sliding_window") is False
-        return full or off or wide or _is_wide(value, longest)
+        return full or off or wide or is_wide(value, longest)
     return False
-
-
-def _is_wide(window: Any, longest: int) -> bool:
-    """Whether a window is as wide as the longest sequence, whose length may be unknown."""
-    return type(window) is int and 0 < longest <= window
 
 
 def another_value(key: str, value: Any) -> Any:
     """Another value of the same type."""
     if isinstance(value, bool):
         return not value
-    if isinstance(value, int):
-        return 3 + (value == 3) if "window" in key else value + 1
+    if isinstance(value, int):  # MLX keeps the logarithm of a base, which 1 more does not change
+        return 3 + (value == 3) if "window" in key else value + max(1, value // 4)
     if isinstance(value, float):
         return 1.25 * value + 0.125
     if isinstance(value, str):

@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 from export.sources.families import text_config
-from export.sources.general import ACTIVATION, completed
+from export.sources.general import ACTIVATION, EXPERTS, completed
 from export.sources.model_classes import arguments_of, model_class
+from export.sources.windows import is_wide
 from runtime.adapters.fused import IN_CONFIG
 from runtime.core.errors import BundleError
 
@@ -64,7 +65,7 @@ _AS_USUAL: dict[str, tuple[Any, ...]] = {
 }
 # names of the same setting: where transformers reads one that is given, the others are not used
 _SAME = (
-    ACTIVATION,
+    (*ACTIVATION, "activation"),
     ("norm_eps", "layer_norm_eps", "rms_norm_eps", "norm_epsilon", "layer_norm_epsilon"),
     ("partial_rotary_factor", "rotary_pct", "rope_pct", "rope_percent"),
     ("layer_types", "sliding_window_pattern", "_sliding_window_pattern"),
@@ -73,25 +74,30 @@ _SAME = (
 )
 # words in the names of settings that change what a model computes, as in Granite's and Cohere's
 _COMPUTES = re.compile(
-    "scal|multipl|softcap|rope|rotary|window|norm|bias|act|expert|clip|alibi|residual|attn|attention"
+    "scal|multipl|softcap|rope|rotary|window|norm|bias|(^|_)act(ivation)?(_|$)|expert|clip|alibi"
+    "|residual|attn|attention"
 )
 
 # dropout, numbers of tokens, how training began, blocks that are refused where there are any, what
-# LFM2 repeats, and GPT-2's other heads; Qwen 3.5 always has its gate
+# LFM2 repeats, and GPT-2's other heads; Qwen 3.5 always has its gate; which code computes the same,
+# and a tower
 _NEUTRAL_NAME = re.compile(
     "drop|_token_id$|_token_index$|_token_ids$|_init_scale$|^mamba_|^router_|^block_norm_eps$"
-    "|^attn_output_gate$|^summary_"
+    "|^attn_output_gate$|^summary_|attn_implementation|flash_att|^(use_)?fused?_|checkpointing|^vit_"
 )
+# settings of experts, where a model has one at most
+_OF_EXPERTS = re.compile("expert|^moe_|topk")
 
 
 def used_settings(family: str, model_type: str | None = None) -> set[str]:
     """The settings that a family's model is computed with.
 
     Those are what mlx-lm's class takes, and transformers' class, whose values `export.cut.unread`
-    checks.
+    checks. Where it has none, activations are checked.
     """
-    theirs = completed({"model_type": model_type or family}) or {}
-    return {*_USED.split(), *arguments_of(family), *theirs, IN_CONFIG}
+    theirs = completed({"model_type": model_type or family}) or dict.fromkeys(ACTIVATION)
+    positions = theirs.get("rope_parameters") or {}
+    return {*_USED.split(), *arguments_of(family), *theirs, *positions, IN_CONFIG}
 
 
 def neutral_settings() -> set[str]:
@@ -123,7 +129,6 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
     model_type = str(text.get("model_type", raw["model_type"]))
     known = used_settings(family, model_type) | neutral_settings()
     unknown = _others(text, known)
-    unknown = {key: value for key, value in unknown.items() if not is_neutral_name(key)}
     if model_type != raw["model_type"]:
         around = {*WRAPPER_USED, *neutral_in_wrapper(), IN_CONFIG}
         if raw["model_type"] != "gemma3":  # whose settings are listed here
@@ -140,11 +145,16 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
     }
     off = [key[4:] for key, value in text.items() if key.startswith("use_") and value is False]
     of_those = tuple(f"{key}_" for key in off)  # as cla_share_factor beside use_cla
-    if "sliding_window" in off or text.get("sliding_window") is None:
-        of_those += ("max_window_layers",)
+    window, longest = text.get("sliding_window"), text.get("max_position_embeddings")
+    has_none = "sliding_window" in off or window is None or is_wide(window, longest)
+    of_window = ("sliding_window", "max_window_layers") if has_none else ()
+    counts = [text[key] for key in EXPERTS if key in text]
+    is_dense = bool(counts) and all(count in (None, 0, 1) for count in counts)
     for key in [*unknown]:
         usual = unknown[key] in (*_AS_USUAL.get(key, ()), *stated.get(key, ()))
-        if usual or key.startswith(of_those):
+        of_experts = is_dense and _OF_EXPERTS.search(key)
+        is_off = key in of_window or key.startswith(of_those) or of_experts
+        if usual or is_off or is_neutral_name(key):
             del unknown[key]
     if computing := [key for key in unknown if _COMPUTES.search(key) and not stated.get(key)]:
         raise BundleError(

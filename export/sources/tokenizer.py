@@ -23,6 +23,7 @@ from runtime.data.tokenizer_files import (
     CONFIG,
     DEFAULT,
     GENERATION,
+    RANDOM,
     SMALL_FILES,
     TEMPLATE_SUFFIX,
     TEMPLATES,
@@ -56,6 +57,7 @@ UNREADABLE = "the tokenizer cannot be read, nor any text with this bundle: "
 
 class _Model(msgspec.Struct, frozen=True):
     vocab: dict[str, int] | list[Any] = {}
+    dropout: float | None = None
 
 
 class _Document(msgspec.Struct):
@@ -247,8 +249,13 @@ def _with_names(files: dict[str, bytes], named: dict[str, str]) -> dict[str, byt
 
 def _vocabulary(files: dict[str, bytes]) -> dict[str, int]:
     """The numbers of the model's tokens in tokenizer.json."""
-    words = msgspec.json.decode(files[VOCABULARY], type=_Document).model.vocab
-    if isinstance(words, dict):
+    model = msgspec.json.decode(files[VOCABULARY], type=_Document).model
+    if model.dropout:
+        raise ValueError(RANDOM.format(model.dropout))
+    if isinstance(words := model.vocab, dict):
+        if len(texts := {number: text for text, number in words.items()}) < len(words):
+            first, number = next((t, n) for t, n in words.items() if texts[n] != t)
+            raise ValueError(f"{first!r:.40} and {texts[number]!r:.40} have one number, {number}")
         return words
     return {str(entry[0]): number for number, entry in enumerate(words)}  # with their scores
 

@@ -28,6 +28,11 @@ def unlike_full(config: dict[str, Any]) -> list[str]:
     return sorted({*map(str, types)} - {FULL})
 
 
+def is_wide(window: object, longest: object) -> bool:
+    """Whether a window is as wide as the longest sequence, whose length may be unknown."""
+    return type(window) is int and type(longest) is int and 0 < longest <= window
+
+
 def pattern_of(types: Sequence[str], letters: bool, where: str) -> int | str:
     """Types of layers as mlx-lm has them: one global layer in so many, or as LLLG."""
     if letters:

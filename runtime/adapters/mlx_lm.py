@@ -6,7 +6,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from runtime.adapters.lora import LoraSettings
-from runtime.adapters.names import A, B, inner_name, number
+from runtime.adapters.names import (
+    OTHER,
+    A,
+    B,
+    ends_with_any,
+    inner_name,
+    is_names,
+    layer_of,
+    number,
+    whole,
+)
 
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 KIND = "fine_tune_type"
@@ -40,12 +50,29 @@ def stated_in(config: dict[str, Any]) -> dict[str, Any]:
     mlx-lm's names no alpha: it is the scale times the rank. Raises KeyError or TypeError.
     """
     parameters = parameters_of(config)
-    rank = parameters["rank"]
+    rank = whole(parameters["rank"], "rank")
     return {
         "rank": rank,
         "alpha": number(parameters["scale"], "scale") * rank,
-        "dropout": parameters.get("dropout", 0.0),
+        "dropout": number(parameters.get("dropout", 0.0), "dropout"),
     }
+
+
+def check_targets(config: dict[str, Any], stored: Iterable[str], layers: int) -> None:
+    """Raise ValueError for an adapted module that a configuration does not name.
+
+    mlx-lm leaves its tensors out. `layers` is how many the model has.
+    """
+    count, keys = config.get("num_layers"), parameters_of(config).get("keys")
+    if keys is not None and not is_names(keys):
+        raise TypeError(f"keys is {keys!r:.80}, no names of modules")
+    last = 0 if count is None else whole(count, "num_layers")
+    for module in sorted({own_name(name).rpartition(".")[0] for name in stored}):
+        if keys is not None and not ends_with_any(module, map(inner_name, keys)):
+            raise ValueError(f"keys does not name {module}, {OTHER}")
+        layer = layer_of(module)
+        if last > 0 and layer is not None and layer < layers - last:
+            raise ValueError(f"num_layers is {last} of {layers}, and leaves out {module}, {OTHER}")
 
 
 def parameters_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import NamedTuple, cast
 
 A, B = "lora_a", "lora_b"
 KEYS, VALUES = "prefix_keys", "prefix_values"  # of an attention, both (m, ...)
+OTHER = "whose tensors are there: one of the two files belongs to another adapter"
 Shape = tuple[int, ...]
 
 # prefixes of a language model's names inside a model that also sees -> the prefixes here
@@ -89,6 +90,23 @@ def number(value: object, name: str) -> float:
     return float(cast(float, value))
 
 
+def whole(value: object, name: str) -> int:
+    """A setting that must be a whole number. Raises TypeError."""
+    if type(value) is not int:
+        raise TypeError(f"{name} is {value!r:.80}, not a whole number")
+    return value
+
+
+def is_names(value: object) -> bool:
+    """Whether a setting is a list of texts."""
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def ends_with_any(module: str, names: Iterable[str]) -> bool:
+    """Whether a module has one of these names, or ends with one."""
+    return any(f".{module}".endswith(f".{name}") for name in names)
+
+
 def coverage_of(shapes: Mapping[str, Shape]) -> Coverage:
     """The coverage of tensors with our names and these shapes; of none, rank 0 and no layer.
 
@@ -102,13 +120,13 @@ def coverage_of(shapes: Mapping[str, Shape]) -> Coverage:
     if len(ranks) > 1:
         examples = ", ".join(f"{rank} in {module}" for rank, module in sorted(ranks.items())[:3])
         raise ValueError(f"its modules have different ranks ({examples}); only one is supported")
-    layers = {layer for module in modules if (layer := _layer(module)) is not None}
+    layers = {layer for module in modules if (layer := layer_of(module)) is not None}
     targets = sorted({module.rpartition(".")[2] for module in modules})
     first, last = min(layers, default=0), max(layers, default=-1)
     return Coverage(next(iter(ranks), 0), tuple(targets), first, last)
 
 
-def _layer(module: str) -> int | None:
+def layer_of(module: str) -> int | None:
     """The layer of a module such as `model.layers.3.self_attn.q_proj`; None of one outside."""
     parts = module.split(".")
     number = next((i for i, part in enumerate(parts) if part.isascii() and part.isdecimal()), None)

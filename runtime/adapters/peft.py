@@ -14,7 +14,18 @@ from itertools import product
 from typing import Any
 
 from runtime.adapters.lora import LoraSettings
-from runtime.adapters.names import A, B, inner_name, number, outer_name, unwrapped
+from runtime.adapters.names import (
+    OTHER,
+    A,
+    B,
+    ends_with_any,
+    inner_name,
+    is_names,
+    number,
+    outer_name,
+    unwrapped,
+    whole,
+)
 
 WEIGHTS, CONFIG, PICKLE = "adapter_model.safetensors", "adapter_config.json", "adapter_model.bin"
 KIND = "peft_type"
@@ -192,10 +203,10 @@ def stated_in(config: dict[str, Any]) -> dict[str, Any]:
             meaning = f", which means {_MEANING[key]}" if key in _MEANING else ""
             raise UnsupportedError(f"its {key} is {value!r:.80}{meaning}; this is not supported")
     return {
-        "rank": config["r"],
+        "rank": whole(config["r"], "r"),
         "alpha": number(config["lora_alpha"], "lora_alpha"),
-        "dropout": config.get("lora_dropout") or 0.0,
-        "rslora": config.get("use_rslora") or False,
+        "dropout": number(config.get("lora_dropout", 0.0), "lora_dropout"),
+        "rslora": config.get("use_rslora", False),
     }
 
 
@@ -212,6 +223,26 @@ def layers_in(config: dict[str, Any]) -> set[int] | None:
     if any(type(layer) is not int or layer < 0 for layer in numbers):
         raise ValueError(f"layers_to_transform is {given!r:.80}, no numbers of layers")
     return set(numbers)
+
+
+def check_targets(config: dict[str, Any], stored: Iterable[str]) -> None:
+    """Raise ValueError for an adapted module that a configuration does not name, or excludes.
+
+    PEFT leaves its tensors out. Expressions for names, which could take forever, are not compared.
+    """
+    targets, excluded = (config.get(key) or [] for key in ("target_modules", "exclude_modules"))
+    weights = config.get("target_parameters") or []
+    for key, names in (("target_modules", targets), ("exclude_modules", excluded)):
+        if not isinstance(names, str) and not is_names(names):
+            raise TypeError(f"{key} is {names!r:.80}, no names of modules")
+    tied = [HEAD] if config.get("ensure_weight_tying") else []
+    matches = (_STORED.fullmatch(unwrapped(name)) for name in stored)
+    for module in sorted({match["module"] for match in matches if match}):
+        named = isinstance(targets, str) or not targets or weights
+        if not named and not ends_with_any(module, [*targets, *tied]):
+            raise ValueError(f"target_modules does not name {module}, {OTHER}")
+        if isinstance(excluded, list) and ends_with_any(module, excluded):
+            raise ValueError(f"exclude_modules names {module}, {OTHER}")
 
 
 def check_patterns(config: dict[str, Any], stored: Iterable[str]) -> None:
@@ -244,6 +275,8 @@ def _patterns(config: dict[str, Any], name: str) -> _Patterns:
     values that are no numbers, and for too many.
     """
     keys = config.get(name) or {}
+    if not isinstance(keys, dict):
+        raise TypeError(f"{name} is {keys!r:.80}, no numbers by name")
     if len(keys) > _MOST_PATTERNS:
         raise ValueError(f"{name} has {len(keys)} keys, more than {_MOST_PATTERNS}")
     return [

@@ -15,6 +15,7 @@ from runtime.core.errors import DataError
 from runtime.data.chat import ChatTemplate, has_template
 from runtime.data.tokenizer_files import (
     FLAGS,
+    RANDOM,
     VOCABULARY,
     MoreToken,
     Special,
@@ -83,7 +84,11 @@ def load_encoder(bundle_dir: Path) -> TextEncoder:
         special = special_of(files)
         complete(tokenizer, special)
         ids = {name: tokenizer.token_to_id(text) for name, text in special.named.items()}
-    except Exception as error:  # the library raises plain Exception
+        if dropout := getattr(tokenizer.model, "dropout", None):
+            raise ValueError(RANDOM.format(dropout))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises plain Exception, and panics
         raise DataError(f"the tokenizer of bundle {bundle_dir} cannot be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

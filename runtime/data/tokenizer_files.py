@@ -20,10 +20,13 @@ TEMPLATE, OLDER_TEMPLATE = "chat_template.jinja", "chat_template.json"
 TEMPLATES, TEMPLATE_SUFFIX = "additional_chat_templates", ".jinja"
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # as checkpoints with several templates name them
 SMALL_FILES = (CONFIG, SPECIAL_MAP, MORE_TOKENS, TEMPLATE, OLDER_TEMPLATE, GENERATION)
+RANDOM = f"model.dropout = {{}} in {VOCABULARY} draws other tokens each time; set it to null"
 STANDARD = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )
 _SUFFIX = "_token"
+_SWITCHES = ("add_bos_token", "add_eos_token")  # which end so, and are no tokens
+_EXTRA = ("extra_special_tokens", "additional_special_tokens")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
@@ -73,8 +76,14 @@ def tokenizer_files(folder: Path, vocabulary: bool = True) -> dict[str, bytes]:
 def special_of(files: Mapping[str, bytes]) -> Special:
     """What the files say of tokens. Raises ValueError or TypeError for files of another form."""
     config = _object(files, CONFIG)
-    decoder = config.get("added_tokens_decoder")
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if config.get("split_special_tokens"):
+        raise ValueError(
+            "split_special_tokens is on, and special tokens in text are read as such here; delete "
+            f"it in {CONFIG} if the model was trained without it"
+        )
+    decoder = _as(dict, config, "added_tokens_decoder", None)
+    given = (_as((list, dict), config, key, []) for key in _EXTRA if config.get(key))
+    extra: Any = next(given, [])
     if decoder is None:
         older = _object(files, SPECIAL_MAP)
         theirs = older.pop("extra_special_tokens", None) or []
@@ -85,26 +94,29 @@ def special_of(files: Mapping[str, bytes]) -> Special:
         extra = extra or older.pop("additional_special_tokens", None) or []
         config = {**config, **older}
     further = dict(extra) if isinstance(extra, dict) else {}
-    further |= config.get("model_specific_special_tokens") or {}
+    further |= _as(dict, config, "model_specific_special_tokens", {})
     values = {name: config.get(name) for name in STANDARD}
     values |= {name: value for name, value in config.items() if name.endswith(_SUFFIX)} | further
+    values = {name: value for name, value in values.items() if name not in _SWITCHES}
     named = {name: text for name, value in values.items() if (text := _text(value)) is not None}
-    extras = [] if isinstance(extra, dict) else [_token(value, True) for value in extra]
+    if wrong := [name for name in STANDARD if values[name] is not None and name not in named]:
+        raise TypeError(f"{wrong[0]} is {values[wrong[0]]!r:.80}, and no token")
+    extras = [] if isinstance(extra, dict) else [_token(each, True, at=_EXTRA[0]) for each in extra]
     if decoder is None:
         known = {*named.values(), *(token.content for token in extras)}
         listed = [
-            _token(text, text in known, _number(number))
+            _token(text, text in known, _number(number, f"{text!r:.40} in {MORE_TOKENS}"))
             for text, number in _object(files, MORE_TOKENS).items()
         ]
     else:
+        places = {number: f"added_tokens_decoder.{number}" for number in decoder}
         listed = [
-            replace(_token(value, False, int(number)), restated=True)
+            replace(_token(value, False, _decimal(number), places[number]), restated=True)
             for number, value in decoder.items()
         ]
-    wanted = [_token(values[name], True) for name in named]
+    wanted = [_token(values[name], True, at=name) for name in named]
     more = [*sorted(listed, key=lambda token: token.number or 0), *wanted, *extras]
-    adds_bos = config.get("add_bos_token")
-    return Special(named, more, _ends(files), None if adds_bos is None else bool(adds_bos))
+    return Special(named, more, _ends(files), _as(bool, config, "add_bos_token", None))
 
 
 def templates_of(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -151,7 +163,8 @@ def numbered(
 
 def added_in(entries: Iterable[Mapping[str, Any]]) -> list[MoreToken]:
     """The list "added_tokens" of tokenizer.json."""
-    return [_token(entry, False, _number(entry["id"])) for entry in entries]
+    at = f"added_tokens of {VOCABULARY}"
+    return [_token(entry, False, _number(entry["id"], at), at) for entry in entries]
 
 
 def missing(special: Special, added: Iterable[MoreToken]) -> list[MoreToken]:
@@ -173,23 +186,42 @@ def missing(special: Special, added: Iterable[MoreToken]) -> list[MoreToken]:
     return lacking
 
 
-def _token(value: Any, special: bool, number: int | None = None) -> MoreToken:
-    """A token in a file: a text, or an object with its text and flags."""
+def _token(value: Any, special: bool, number: int | None = None, at: str = "") -> MoreToken:
+    """A token `at` a place in a file: a text, or an object with its text and flags."""
     content = _text(value)
     if content is None:
-        raise TypeError(f"{value!r:.80} is no token")
+        raise TypeError(f"{at} is {value!r:.80}, and no token")
     fields = {} if isinstance(value, str) else value
+    stated = {name: fields[name] for name in (*FLAGS, "special") if name in fields}
+    if wrong := [name for name, flag in stated.items() if not isinstance(flag, bool)]:
+        raise TypeError(f"{at}.{wrong[0]} must be true or false, is {stated[wrong[0]]!r:.80}")
     # a name in tokenizer_config.json stands for a special token, also where its object says not
-    special = special or bool(fields.get("special", False))
-    flags = {name: bool(fields.get(name, False)) for name in FLAGS}
-    flags["normalized"] = bool(fields.get("normalized", not special))
-    return MoreToken(content, special, flags, number)
+    special = special or stated.get("special", False)
+    flags = {"normalized": not special, **stated}
+    return MoreToken(content, special, {name: flags.get(name, False) for name in FLAGS}, number)
 
 
-def _number(value: Any) -> int:
+def _number(value: Any, at: str) -> int:
     if type(value) is not int:
-        raise TypeError(f"{value!r:.80} is no number of a token")
+        raise TypeError(f"{at}: {value!r:.80} is no number of a token")
     return value
+
+
+def _decimal(number: str) -> int:
+    if not number.isdecimal():
+        raise ValueError(f"added_tokens_decoder has {number!r:.80}, which is no number of a token")
+    return int(number)
+
+
+def _as(kind: Any, config: Mapping[str, Any], key: str, absent: Any) -> Any:
+    """A setting of a type, or what stands for null. Raises TypeError for another type."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        words = {dict: "an object", list: "a list", bool: "true or false"}
+        wanted = " or ".join(words[each] for each in kinds)
+        raise TypeError(f"{key} must be {wanted}, is {value!r:.80}")
+    return absent if value is None else value
 
 
 def _text(value: Any) -> str | None:
@@ -201,7 +233,8 @@ def _ends(files: Mapping[str, bytes]) -> frozenset[int]:
     """The end tokens of generation_config.json, if there is one: an id, several, or none."""
     ids = _object(files, GENERATION).get("eos_token_id", [])
     listed = ids if isinstance(ids, list) else [ids]
-    return frozenset(_number(number) for number in listed if number is not None)
+    at = f"eos_token_id of {GENERATION}"
+    return frozenset(_number(number, at) for number in listed if number is not None)
 
 
 def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

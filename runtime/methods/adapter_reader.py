@@ -125,6 +125,7 @@ class AdapterFiles:
                 stated, layers = peft.stated_in(config), peft.layers_in(config)
                 with self._file() as file:
                     peft.check_patterns(config, file.keys())
+                    peft.check_targets(config, file.keys())
             else:
                 kind, own = config.get(mlx_lm.KIND, "lora"), config.get("ondevice", {})
                 if kind == mlx_lm.PREFIX:
@@ -136,6 +137,9 @@ class AdapterFiles:
                     )
                 stated = mlx_lm.stated_in(config)
                 scale = number(mlx_lm.parameters_of(config)["scale"], "scale")
+                if not own and self.manifest is not None:
+                    with self._file() as file:
+                        mlx_lm.check_targets(config, file.keys(), len(self.manifest.layers))
             weights = own.get("weights_sha256")
             # where nothing else decides, the tensors say which modules are adapted
             fields = own.get("lora") or {**stated, "targets": [], "layers": 1}

@@ -151,7 +151,13 @@ BESIDE: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {
         **{"attention_head_dim": 16, "norm_type": "rms", "use_rotary_pos_emb": True},
         **{"use_cla": False, "cla_share_factor": 2},
+        **{"num_experts": 1, "moe_topk": 1, "norm_topk_prob": True, "vit_norm_type": "fused"},
     },
+    "qwen2": {"_attn_implementation_autoset": True, "attn_implementation": "sdpa"},
+    "llama": {"use_flash_attention_2": True, "fuse_rms_norm": True},
+    "glm": {"partial_rotary_factor": 1.0},
+    "mimo": {"sliding_window": 256, "use_mrope": False},
+    "minicpm": {"hidden_act": "silu"},
     **{name: {"max_window_layers": 4} for name in ("smollm3", "qwen3_moe")},
     "gpt_oss": {"experts_per_token": 2},
     "afmoe": {"num_expert_groups": 1, "num_limited_groups": 1},
@@ -165,9 +171,14 @@ def test_what_makers_write_beside_is_not_refused(model_type: str) -> None:
 
 
 def test_another_value_than_the_usual_is_refused() -> None:
-    for setting in ({"full_attn_mod": 2}, {"rotary_pct": 0.5}):
+    for model_type, setting in (
+        ("phi3", {"full_attn_mod": 2}),
+        ("phi3", {"rotary_pct": 0.5}),
+        ("mimo", {"sliding_window": 128, "max_position_embeddings": 256}),
+        ("hunyuan_v1_dense", {"num_experts": 2, "norm_topk_prob": True}),
+    ):
         with pytest.raises(BundleError, match=f"{next(iter(setting))} = "):
-            unknown_settings("phi3", {"model_type": "phi3", **setting}, "x")
+            unknown_settings(model_type, {"model_type": model_type, **setting}, "x")
     # where transformers reads the other name of a setting, this one is told
     raw = {**tiny("gemma2"), "hidden_act": "gelu"}
     assert unknown_settings("gemma2", raw, "x") == ["hidden_act"]
@@ -183,6 +194,12 @@ def test_another_value_than_the_usual_is_refused() -> None:
         ("apertus", {"qk_norm": True}, True),
         ("gpt2", {"scale_attn_weights": False}, False),
         ("lfm2", {"conv_L_cache": 4}, True),
+        # Qwen 3 4B of July 2025, Granite 4.0, and gpt-oss' window, wider than what is tried
+        ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5000000}}, True),
+        ("granite", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000000}}, True),
+        ("gpt_oss", {"sliding_window": 128}, True),
+        ("minicpm", {"hidden_act": "silu"}, True),  # of which transformers has no class
+        ("minicpm", {"hidden_act": "gelu"}, False),
         ("afmoe", {"topk_group": 1}, True),  # as its class has it where it is left out
         ("dots1", {"scoring_func": "softmax"}, False),
         ("dots1", {"scoring_func": "noaux_tc"}, True),

@@ -156,6 +156,22 @@ def test_what_is_odd_is_a_warning(
 
 
 @pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dropout": 0.5}, "dropout = 0.5 in tokenizer.json draws other tokens each time"),
+        ({"vocab": {"a": 0, "b": 1, "c": 1}}, "'b' and 'c' have one number, 1"),
+    ],
+)
+def test_a_vocabulary_whose_tokens_are_left_to_chance_is_a_warning(
+    change: dict[str, object], said: str
+) -> None:
+    whole = json.loads(make_tokenizer().to_str())
+    whole["model"] |= change
+    (warning,) = tokenizer_warnings({"tokenizer.json": json.dumps(whole).encode()}, VOCAB)
+    assert "the tokenizer cannot be read, nor any text" in warning and said in warning
+
+
+@pytest.mark.parametrize(
     ("settings", "generation", "said"),
     [
         ({"eos_token_id": VOCAB - 1, "bos_token_id": 0, "pad_token_id": -1}, {}, []),

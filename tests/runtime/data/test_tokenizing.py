@@ -28,6 +28,7 @@ from runtime.data import tokenizing as tokenize_file
 from runtime.data.source import Reading, prepare_tokens
 from runtime.data.text_encoder import load_encoder
 from runtime.data.token_rows import TokenRows
+from runtime.data.tokenizer_files import FLAGS, STANDARD
 
 
 @pytest.fixture
@@ -301,7 +302,7 @@ def test_failures_of_the_process_are_errors_here(bundle: Path, tmp_path: Path) -
         ("tokenizer_config.json", "[]", "not a JSON object"),
         ("tokenizer_config.json", '{"eos_token": "\\ud800"}', "cannot be read: .*surrogates"),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "cannot be read"),
-        ("added_tokens.json", '{"<x>": "one"}', "cannot be read: 'one' is no number of a token"),
+        ("added_tokens.json", '{"<x>": "one"}', "'<x>' in added_tokens.json: 'one' is no number"),
         ("added_tokens.json", '{"<x>": Infinity}', "cannot be read"),
     ],
 )
@@ -309,5 +310,61 @@ def test_a_broken_tokenizer_is_refused(
     bundle: Path, name: str, content: str, complaint: str
 ) -> None:
     (bundle / "tokenizer" / name).write_text(content)
+    with pytest.raises(DataError, match=complaint):
+        load_encoder(bundle)
+
+
+@pytest.mark.parametrize("wrong", [["x"], {"x": 1}, -1, 0.5, True])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *(("tokenizer_config.json", key) for key in (*STANDARD, "added_tokens_decoder")),
+        ("tokenizer_config.json", "extra_special_tokens"),
+        ("tokenizer_config.json", "additional_special_tokens"),
+        *(("tokenizer_config.json", key) for key in ("add_bos_token", "split_special_tokens")),
+        ("special_tokens_map.json", "eos_token"),
+        ("generation_config.json", "eos_token_id"),
+    ],
+)
+def test_a_wrong_value_about_tokens_is_named(
+    bundle: Path, name: str, key: str, wrong: object
+) -> None:
+    extra = key.endswith("special_tokens")
+    if (wrong is True and key == "add_bos_token") or (extra and type(wrong) in (list, dict)):
+        return  # which may be so
+    if (wrong, key) == (-1, "eos_token_id"):  # no end, as an export says
+        return
+    (bundle / "tokenizer" / name).write_text(json.dumps({key: wrong}))
+    with pytest.raises(DataError, match=f"cannot be read: .*{key}"):
+        load_encoder(bundle)
+
+
+@pytest.mark.parametrize("flag", [*FLAGS, "special"])
+@pytest.mark.parametrize("wrong", ["x", 1, None, []])
+def test_a_flag_of_a_token_is_true_or_false(bundle: Path, flag: str, wrong: object) -> None:
+    token = {"content": "<eos>", flag: wrong}
+    for config, at in (
+        ({"added_tokens_decoder": {"1": token}}, "added_tokens_decoder.1"),
+        ({"eos_token": token}, "eos_token"),
+    ):
+        (bundle / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
+        with pytest.raises(DataError, match=rf"{at}\.{flag} must be true or false"):
+            load_encoder(bundle)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"dropout": 0.5}, "dropout = 0.5 .* draws other tokens each time; set it to null"),
+        ({"continuing_subword_prefix": "<longer>"}, "cannot be read"),  # a panic of the library
+    ],
+)
+def test_tokens_that_are_drawn_or_cannot_be_read_are_refused(
+    bundle: Path, change: dict[str, object], complaint: str
+) -> None:
+    file = bundle / "tokenizer" / "tokenizer.json"
+    whole = json.loads(file.read_text())
+    whole["model"] |= change
+    file.write_text(json.dumps(whole))
     with pytest.raises(DataError, match=complaint):
         load_encoder(bundle)

@@ -25,6 +25,7 @@ from runtime.methods.adapters import Adapters, lora_of
 
 Arrays = dict[str, np.ndarray]
 WEIGHTS = {"peft": "adapter_model.safetensors", "mlx": "adapters.safetensors"}
+OF_ALL = {"layers_to_transform": None, "target_modules": "all-linear"}
 Q = "base_model.model.model.layers.1.self_attn.q_proj"
 
 
@@ -140,7 +141,7 @@ def test_keys_that_are_not_compared_take_no_time_of_each_pair(
         ({"r": 4}, "has adapters of rank 3"),
         ({"r": 0}, "rank is 0, not from 1 to 4096"),
         ({"lora_alpha": 0}, "alpha is 0, not above 0 and at most 1e+06"),
-        ({"r": "3"}, "is damaged"),
+        ({"r": "3"}, "is damaged: r is '3', not a whole number"),
         ({"lora_alpha": None}, "lora_alpha is None, not a number"),
         ({"lora_alpha": True}, "lora_alpha is True, not a number"),
         ({"lora_alpha": "16"}, "lora_alpha is '16', not a number"),
@@ -151,6 +152,12 @@ def test_keys_that_are_not_compared_take_no_time_of_each_pair(
         ({"layers_to_transform": 0}, "says layers_to_transform [0]: one of the two"),
         ({"layers_to_transform": [0, 1]}, "says layers_to_transform [0, 1]"),
         ({"layers_to_transform": ["1"]}, "layers_to_transform is ['1'], no numbers of layers"),
+        ({"target_modules": ["q_proj", "down_proj"]}, "target_modules does not name model.layers"),
+        ({"target_modules": 3}, "target_modules is 3, no names of modules"),
+        ({"exclude_modules": ["k_proj"]}, "exclude_modules names model.layers.1.self_attn.k_proj"),
+        ({"exclude_modules": [1]}, "exclude_modules is [1], no names of modules"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern is ['q_proj'], no numbers by name"),
+        ({"lora_dropout": []}, "lora_dropout is [], not a number"),
     ],
     ids=str,
 )
@@ -161,6 +168,33 @@ def test_what_is_not_plain_lora_is_refused_by_name(
     with pytest.raises(BundleError) as refused:
         lora_of(folder, bundle.manifest)
     assert said in str(refused.value) and "adapter_config.json" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_layers": 1}, "num_layers is 1 of 2, and leaves out model.layers.0"),
+        ({"num_layers": "1"}, "num_layers is '1', not a whole number"),
+        ({"keys": ["self_attn.q_proj"]}, "keys does not name model.layers.1.mlp.down_proj"),
+        ({"keys": "q_proj"}, "keys is 'q_proj', no names of modules"),
+        ({"rank": 3.0}, "rank is 3.0, not a whole number"),
+        ({"dropout": None}, "dropout is None, not a number"),
+    ],
+    ids=str,
+)
+def test_what_mlx_lm_would_leave_out_is_refused(
+    bundle: Bundle, theirs: Callable[[str], Path], change: dict[str, Any], said: str
+) -> None:
+    folder = theirs("mlx")
+    if change.get("num_layers") == 1:
+        rewritten(folder, "mlx", _renamed("layers.1.", "layers.0."))
+    config = json.loads((folder / "adapter_config.json").read_bytes())
+    outer = {key: value for key, value in change.items() if key == "num_layers"}
+    inner = {**config["lora_parameters"], **{k: v for k, v in change.items() if k not in outer}}
+    configured(folder, lora_parameters=inner, **outer)
+    with pytest.raises(BundleError) as refused:
+        lora_of(folder, bundle.manifest)
+    assert said in str(refused.value)
 
 
 def test_another_kind_of_mlx_lm_is_refused(bundle: Bundle, theirs: Callable[[str], Path]) -> None:
@@ -250,7 +284,7 @@ def test_tensors_that_do_not_fit_are_refused(
     change: Callable[[Arrays], Arrays],
     said: str,
 ) -> None:
-    folder = configured(rewritten(theirs("peft"), "peft", change), layers_to_transform=None)
+    folder = configured(rewritten(theirs("peft"), "peft", change), **OF_ALL)
     with pytest.raises(BundleError) as refused:
         read_again(bundle, folder)
     assert said in str(refused.value), str(refused.value)
