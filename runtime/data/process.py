@@ -43,7 +43,7 @@ def call(
 
     Raises:
         OnDeviceError: a UsageError, a StorageError or a `failure` that the function has raised; a
-            `failure` if the process ends in another way.
+            `failure` if the process cannot be started, or ends in another way.
     """
     import subprocess  # here, since training on data that are ready can do without its memory
 
@@ -51,15 +51,22 @@ def call(
     root = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     few = {} if limits is None else _FEW_THREADS
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", __name__, function],
-        env={**os.environ, "PYTHONPATH": paths, **few},
-        # the standard library's JSON, which holds paths that are not UTF-8 too
-        input=json.dumps(msgspec.to_builtins((limits, arguments), enc_hook=str)),
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-    )
+    python = sys.executable or ""  # where Python is part of another program, it may name none
+    try:
+        done = subprocess.run(
+            [python, "-P", "-m", __name__, function],
+            env={**os.environ, "PYTHONPATH": paths, **few},
+            # the standard library's JSON, which holds paths that are not UTF-8 too
+            input=json.dumps(msgspec.to_builtins((limits, arguments), enc_hook=str)),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except OSError as problem:
+        raise failure(
+            f"{task} takes another process of Python, and sys.executable, {python!r}, cannot be "
+            f"started: {problem.strerror}"
+        ) from problem
     said = done.stderr.strip()
     for error in (UsageError, StorageError, failure):
         if done.returncode == error.exit_code:
