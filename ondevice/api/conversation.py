@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ondevice.api.process import hearing, prepare, refuse_others, refuse_threads
+from ondevice.api.process import hearing, prepare, refuse_others, refuse_threads_and_forks
 from runtime.config.generate import ChatConfig
 from runtime.core.errors import UsageError
 from runtime.core.notes import Note
@@ -35,14 +37,17 @@ class Conversation:
     """
 
     def __init__(self, config: ChatConfig, on_note: Note | None) -> None:
-        self._config, self._note = config, hearing(on_note)
+        adapter = None if config.adapter is None else str(Path(config.adapter).absolute())
+        # the first answer reads them, wherever the program works by then
+        self._config = replace(config, bundle=str(Path(config.bundle).absolute()), adapter=adapter)
+        self._note = hearing(on_note)
         self._chat: Chat | None = None
         self._answers = False  # meanwhile its messages must not change
 
     def __enter__(self) -> Self:
         from runtime.run.chat import Chat
 
-        refuse_threads()
+        refuse_threads_and_forks()
         if self._chat is not None:
             raise UsageError("the conversation is open already; ondevice.chat begins another")
 
@@ -79,7 +84,7 @@ class Conversation:
                 than its context: it is as it was before. Or this is outside of the `with`
                 statement or the main thread, or inside of on_text.
         """
-        refuse_threads()
+        refuse_threads_and_forks()
         turn = self._idle().say(text)
         self._answers = True
         try:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import warnings
 
 from runtime.core.errors import UsageError
 from runtime.core.notes import Note, Said, warned_of
+
+_computed: set[int] = set()  # of this process and its ancestors, those that had used MLX at a fork
 
 
 def hearing(on_note: Note | None) -> Note:
@@ -37,12 +41,23 @@ def refuse_others(config: object, kind: type) -> None:
         )
 
 
-def refuse_threads() -> None:
-    """Raise UsageError outside of the main thread, where MLX's graphs could not run."""
+def _look_at_mlx() -> None:
+    """Before a fork: MLX starts threads when it first computes, and no fork has them."""
+    if (mlx := sys.modules.get("mlx.core")) and mlx.get_peak_memory():
+        _computed.add(os.getpid())
+
+
+def refuse_threads_and_forks() -> None:
+    """Raise UsageError outside of the main thread, and where MLX's threads were left behind."""
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
             "ondevice computes in the main thread alone: MLX's graphs belong to the streams of the "
             "thread that loads them, and signals to the main one; use a process of its own"
+        )
+    if _computed - {os.getpid()}:
+        raise UsageError(
+            "this process was forked from one in which MLX had computed, and has none of its "
+            'threads; start it by multiprocessing.get_context("spawn"), or as a command'
         )
 
 
@@ -54,15 +69,18 @@ def prepare(keep_heap: bool = True) -> str:
     is for training, which allocates the same sizes again and again. Returns the name of the BLAS.
 
     Raises:
-        UsageError: this is not the main thread.
+        UsageError: this is not the main thread, or a fork of a process that has used MLX.
 
     Warns:
         RuntimeWarning: there is no optimized BLAS, or MLX was imported before.
     """
-    refuse_threads()
+    refuse_threads_and_forks()
     from runtime.machine.backend import prepare as set_up
 
     prepared = set_up(keep_heap)
     if prepared.warning:
         warnings.warn(prepared.warning, RuntimeWarning, stacklevel=3)
     return prepared.blas
+
+
+os.register_at_fork(before=_look_at_mlx)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from os import fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ondevice.api.process import hearing, prepare, refuse_others
+from runtime.config.base import expanded
 from runtime.config.train import PlanConfig, TrainConfig
 from runtime.core.notes import Note, Progress, no_progress
 
@@ -91,7 +93,7 @@ def resume(
         OnDeviceError: as `train`; and UsageError, if `run` holds no run or has done more steps.
     """
     wanted = {
-        "bundle": None if bundle is None else str(bundle),
+        "bundle": None if bundle is None else expanded(str(bundle)),
         "budget": budget,
         "steps": steps,
         "epochs": epochs,
@@ -104,7 +106,7 @@ def resume(
     from runtime.run import resume as resuming
 
     events = _events(on_note, on_step, on_evaluation, on_progress, on_plan)
-    return resuming.resume(Path(run), events, given)
+    return resuming.resume(Path(expanded(fspath(run))), events, given)
 
 
 def _events(

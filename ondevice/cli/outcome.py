@@ -101,6 +101,8 @@ def _system_error(problem: OSError) -> int:
             "with: ulimit -n 1024",
             StorageError.exit_code,
         )
+    if problem.errno == errno.ENOENT and problem.filename is None:  # of os.getcwd
+        return _said(f"{reason}: the working folder is gone; cd to another", UsageError.exit_code)
     if problem.errno == errno.ENAMETOOLONG:
         return _said(f"{reason}{where}; give a shorter name", UsageError.exit_code)
     if problem.errno == errno.EFBIG:

@@ -226,7 +226,7 @@ def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
 
             problems.append(unknown_key(key, tuple(known), _command(cls)))
             continue
-        values[key] = value
+        values[key] = _plain(value)
         if isinstance(value, str) and key in overrides:
             with suppress(ValueError):  # `_problems` reports it as a value of the wrong type
                 values[key] = type_of(known[key]).from_text(value)

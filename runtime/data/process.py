@@ -54,19 +54,26 @@ def call(
 
     Raises:
         OnDeviceError: a UsageError, a StorageError or a `failure` that the function has raised; a
-            `failure` if the process ends in another way.
+            `failure` if the process cannot be started, or ends in another way.
     """
     # -P keeps modules of the working directory out; the path lets an uninstalled checkout run
     root = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     few = {} if limits is None else _FEW_THREADS
-    done = ended(
-        [sys.executable, "-P", "-m", CALLED, function],
-        {**os.environ, "PYTHONPATH": paths, **few},
-        # the standard library's JSON, which holds paths that are not UTF-8 too
-        json.dumps(msgspec.to_builtins((limits, arguments), enc_hook=str)),
-        lambda done, total: progress(task, done, total),
-    )
+    python = sys.executable or ""  # where Python is part of another program, it may name none
+    try:
+        done = ended(
+            [python, "-P", "-m", CALLED, function],
+            {**os.environ, "PYTHONPATH": paths, **few},
+            # the standard library's JSON, which holds paths that are not UTF-8 too
+            json.dumps(msgspec.to_builtins((limits, arguments), enc_hook=str)),
+            lambda done, total: progress(task, done, total),
+        )
+    except OSError as problem:
+        raise failure(
+            f"{task} takes another process of Python, and sys.executable, {python!r}, cannot be "
+            f"started: {problem.strerror}"
+        ) from problem
     said = done.stderr.strip()
     for error in (UsageError, StorageError, failure):
         if done.returncode == error.exit_code:

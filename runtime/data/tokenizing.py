@@ -387,7 +387,7 @@ def tokenize(
     """
     encoder = load_encoder(bundle_dir)
     if not os.access(file, os.R_OK):
-        raise DataError(f"cannot read {file}; name {DATA_FILE}")
+        raise DataError(f"cannot read {file}: permission denied; allow it (chmod u+r)")
     reader = Reader(file, encoder, max_seq_length, reading, part, embedded, tell)
     try:
         write_token_file(reader.rows(), max_seq_length, output, reader.report)

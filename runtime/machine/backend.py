@@ -11,6 +11,7 @@ import ctypes
 import gc
 import os
 import platform
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from runtime.core.errors import UsageError
+from runtime.core.errors import BudgetError, UsageError
+from runtime.core.units import format_bytes
 from runtime.machine import footprint, machine_code
 from runtime.machine.cgroup import memory_limit_bytes
 from runtime.machine.compute_dtype import choose
@@ -35,6 +37,9 @@ AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 PANEL_BYTES, ROW_BYTES = 1_100_000, 320 * 4
 READING_NOISE_BYTES, ROUNDED_TO_BYTES = 100_000, 100_000
 NO_LIMIT = 1 << 60  # more bytes than any machine has
+# Addresses that a tiny training takes on Linux x86-64, most of them for libraries and stacks, and
+# without which these end the process, or its first threads do: with 512 MB, not with 532
+LEAST_ADDRESSES_BYTES = 525_000_000
 # What CUDA's libraries and kernels take of a process once a step has loaded them all: measured on
 # an H200, 440 MB in float32 and 600 MB in bfloat16
 CUDA_BYTES = 650_000_000
@@ -79,7 +84,17 @@ def prepare(keep_heap: bool = True) -> Prepared:
     `keep_heap` is for work that allocates the same sizes repeatedly, as training does. Without it
     freed memory goes back to the system at once, which keeps the peak of an export low.
     The first call in a process loads the BLAS; later ones say what it has found.
+
+    Raises:
+        BudgetError: this process may not take the addresses that libraries need.
     """
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if 0 <= soft < LEAST_ADDRESSES_BYTES:  # negative where there is no limit
+        raise BudgetError(
+            f"this process may take {format_bytes(soft)} of addresses (RLIMIT_AS), and libraries "
+            f"alone need {format_bytes(LEAST_ADDRESSES_BYTES)}, whatever the memory; raise the "
+            "limit, as with: ulimit -v unlimited"
+        )
     tune_heap(keep_heap)
     if _prepared:
         slow = _prepared[0] == REFERENCE

@@ -65,7 +65,9 @@ def team_of(parallel: str | None, command: str, options: Mapping[str, Any]) -> I
         if (parallel is None) or grid.size != exchange.size:
             raise UsageError(_wrong_number(grid, exchange.size, command))
         team.workers = Workers(exchange, grid.data, grid.perturb)
-        team.agree(versions() | {f"option {name}": repr(options[name]) for name in options})
+        same = {f"option {name}": repr(options[name]) for name in options}
+        without_path = " ".join(command.split()[:2])  # each machine may have its own
+        team.agree({"the command": without_path, **versions(), **same})
         yield team
         exchange.all_bytes(b"")  # nobody leaves MPI, which waits, while another still works
     except BaseException as problem:

@@ -69,7 +69,7 @@ class Sampling:
 
     def _weights(self, logits: Floats, allowed: Flags, tile: slice, top: float) -> Doubles:
         """How likely the tokens of a tile are; 1 for the most likely of all."""
-        with np.errstate(over="ignore"):  # by a temperature next to 0
+        with np.errstate(over="ignore", under="ignore"):  # by a temperature next to 0
             return (
                 np.exp((logits[tile].astype(np.float64) - top) / self.temperature) * allowed[tile]
             )
@@ -109,7 +109,8 @@ def _tiles(values: npt.NDArray[np.generic]) -> Iterator[slice]:
 
 
 def _likely(logits: Floats, top: float) -> Doubles:
-    return np.exp(logits.astype(np.float64) - top)
+    with np.errstate(under="ignore"):  # of tokens that are next to impossible
+        return np.exp(logits.astype(np.float64) - top)
 
 
 def _reaching(totals: Doubles, drawn: float) -> int:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from support.bundles import Tiny
 from support.runs import here
@@ -55,8 +56,9 @@ def heap_kept() -> Iterator[None]:
     prepare()
 
 
-def fresh(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def fresh(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def test_importing_it_loads_nothing_heavy() -> None:
@@ -135,7 +137,10 @@ def test_the_page_s_examples_run(
 
 
 def test_a_run_is_the_command_s(
-    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The same bits as the command's; nothing is printed."""
     bundle = tiny("qwen2")
@@ -160,7 +165,8 @@ def test_a_run_is_the_command_s(
     written = json.loads((tmp_path / "ours" / "summary.json").read_text())
     assert msgspec.to_builtins(result, str_keys=True) == written
     assert (result.method, result.steps, result.stopped) == ("mezo", 2, "steps")
-    further = ondevice.resume(config.output, bundle=bundle.path, steps=3)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    further = ondevice.resume("~/ours", bundle=bundle.path, steps=np.int64(3))  # type: ignore[arg-type]
     assert further.steps == 3
 
 
@@ -197,8 +203,9 @@ def test_a_conversation_is_the_command_s(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = text_bundle(place / "chat", "{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    monkeypatch.chdir(place)
     conversation = ondevice.chat(
-        ondevice.ChatConfig(bundle=str(bundle.path), max_tokens=5, context=64, system="dog")
+        ondevice.ChatConfig(bundle="chat/bundle", max_tokens=5, context=64, system="dog")
     )
     with pytest.raises(UsageError, match="is not open"):
         conversation.say("hello")
@@ -208,6 +215,7 @@ def test_a_conversation_is_the_command_s(
         raise ValueError(piece)
 
     with conversation:
+        monkeypatch.chdir(place.parent)  # the first answer opens the bundle
         answers = [conversation.say("hello", on_text=pieces.append), conversation.say("again")]
         with pytest.raises(UsageError, match="begin again"):
             conversation.say("z" * 100)
@@ -265,6 +273,30 @@ def test_other_threads_are_refused(tiny: Tiny) -> None:
     config = ondevice.PlanConfig(bundle=str(tiny("qwen2").path), max_seq_length=16)
     with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="the main thread alone"):
         pool.submit(ondevice.plan, config).result()
+
+
+FORKED = """
+import os, sys
+import mlx.core as mx
+import ondevice
+
+ondevice.prepare()
+if sys.argv[1:]:
+    mx.eval(mx.ones(2) + 1)
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+try:
+    ondevice.prepare()
+    mx.eval(mx.ones(2) + 1)
+except ondevice.errors.UsageError as refused:
+    os._exit(refused.exit_code)
+os._exit(0)
+"""
+
+
+def test_forks_without_the_threads_of_mlx_are_refused() -> None:
+    """Waiting for one of those would never end."""
+    assert [fresh(FORKED, *words).returncode for words in ([], ["computed"])] == [0, 2]
 
 
 def test_warnings_are_python_s() -> None:

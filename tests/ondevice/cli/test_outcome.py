@@ -191,6 +191,7 @@ def test_commands_do_with_the_descriptors_that_are_asked_for(
     [
         (OSError(errno.EMFILE, "Too many open files", "x"), 5, "(RLIMIT_NOFILE); raise the limit"),
         (OSError(errno.EACCES, "Permission denied", "x"), 5, "Permission denied: 'x'"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), 2, "cd to another"),
         (MemoryError(), 3, "the system gives this process no more memory"),
     ],
 )

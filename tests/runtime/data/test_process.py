@@ -101,3 +101,14 @@ def test_a_failure_says_how_the_process_ended(called: Call) -> None:
         called("refusing", failure=BundleError)
     with pytest.raises(DataError, match=r"memory: this process may take 0.1 GB of memory"):
         called("large", 10**9, limits=Limits(100_000_000, 60))
+
+
+@pytest.mark.parametrize("python", [None, "/no/python"])
+def test_a_python_that_cannot_be_started_is_named(
+    called: Call, monkeypatch: pytest.MonkeyPatch, python: str | None
+) -> None:
+    """Where Python is part of another program, or was removed since it started."""
+    monkeypatch.setattr(sys, "executable", python)
+    said = f"the work takes another .*, '{python or ''}', cannot be started: "
+    with pytest.raises(BundleError, match=said):
+        called("score", failure=BundleError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from runtime.core.errors import DataError, StorageError
 from runtime.data import tokenizing as tokenize_file
-from runtime.data.source import Reading, prepare_tokens
+from runtime.data.source import READ_ALL, Reading, prepare_tokens
 from runtime.data.text_encoder import load_encoder
 from runtime.data.token_rows import TokenRows
 from runtime.data.tokenizer_files import FLAGS, STANDARD
@@ -133,6 +134,16 @@ def test_a_completion_is_tokenized_where_it_stands(bundle: Path, tmp_path: Path)
     rows = listed(tokenize(bundle, tmp_path / "a.jsonl", 20, tmp_path / "out"))
     assert rows[0] == after([BOS, *ids(" t"), *ids(" he"), EOS], 2)  # not the one token of "the"
     assert rows[1] == after([BOS, *ids(" cat sat"), EOS], 5)
+
+
+def test_a_file_that_may_not_be_read_is_named(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("the\n")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read any
+    with pytest.raises(DataError, match=r"cannot read .*data.txt: permission denied"):
+        tokenize_file.tokenize(bundle, data, 8, tmp_path / "out", READ_ALL, "train", None)
 
 
 @pytest.mark.parametrize(

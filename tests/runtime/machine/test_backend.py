@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import resource
 import sys
+from contextlib import nullcontext
 
 import mlx.core as mx
 import pytest
 from support.memory import touched
 
-from runtime.core.errors import UsageError
+from runtime.core.errors import BudgetError, UsageError
 from runtime.machine import backend
 from runtime.machine.backend import (
     ROUNDED_TO_BYTES,
@@ -93,6 +95,14 @@ def test_graphs_for_a_gpu_that_is_not_here_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(mx, "is_available", lambda device: False)
     with pytest.raises(UsageError, match="traced for a GPU, and MLX finds none here"):
         use_device("gpu")
+
+
+def test_too_few_addresses_for_libraries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenBLAS would end the process, and the C++ library abort it."""
+    for limits, refused in (((512_000_000, -1), True), ((1 << 30, -1), False), ((-1, -1), False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        with pytest.raises(BudgetError, match="512 MB of addresses") if refused else nullcontext():
+            backend.prepare()
 
 
 def test_a_macs_memory_limit_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,14 @@ def test_limits_are_those_of_the_reference(rng: Rng, size: int) -> None:
         assert list(np.flatnonzero(found)) == sorted(plain(logits, top_k, top_p, min_p))
 
 
+def test_impossible_tokens_are_none_for_numpy_that_raises() -> None:
+    """A program may have asked NumPy to; their probabilities are too small for numbers."""
+    logits = np.array([0, -1e4, -1e4, 1], np.float32)
+    with np.errstate(all="raise"):
+        chosen = [Sampling(0.7, top_p=0.9).choose(logits, position) for position in range(9)]
+    assert set(chosen) == {0, 3}
+
+
 def test_tokens_are_drawn_as_often_as_their_weights_say(rng: Rng) -> None:
     logits = rng.normal(0, 1, 6).astype(np.float32)
     temperature, count = 0.7, 4000

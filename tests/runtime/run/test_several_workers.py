@@ -264,15 +264,18 @@ def test_wrong_numbers_are_refused(bundle: Path, tmp_path: Path) -> None:
     assert "mpirun has started 2 processes, and without --parallel" in done.stderr
 
 
-def test_another_bundle_is_refused(bundle: Path, tmp_path: Path) -> None:
+def test_another_bundle_or_command_is_refused(bundle: Path, tmp_path: Path) -> None:
     other, run = tmp_path / "bundle", tmp_path / "run"
     shutil.copytree(bundle, other)
     with (other / "manifest.json").open("a") as file:
         file.write("\n")
-    of_ranks = [training(each, run, parallel="data=2") for each in (bundle, other)]
-    done = mpirun(*[["-m", "ondevice", *words] for words in of_ranks])
-    assert done.returncode == 2 and "the workers differ in the bundle: manifest" in done.stderr
-    assert not run.exists()
+    first = training(bundle, run, parallel="data=2")
+    second = training(other, run, parallel="data=2")
+    evaluation = ["eval", bundle, "--data", "random:3", "--parallel", "data=2"]
+    for words, fact in ((second, "bundle: manifest"), (evaluation, "command: train on rank 0")):
+        done = mpirun(*[["-m", "ondevice", *each] for each in (first, words)])
+        assert done.returncode == 2 and f"the workers differ in the {fact}" in done.stderr
+        assert not run.exists()
 
 
 @pytest.mark.slow
