@@ -61,19 +61,18 @@ def call(
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     few = {} if limits is None else _FEW_THREADS
     python = sys.executable or ""  # where Python is part of another program, it may name none
-    try:
-        done = ended(
-            [python, "-P", "-m", CALLED, function],
-            {**os.environ, "PYTHONPATH": paths, **few},
-            # the standard library's JSON, which holds paths that are not UTF-8 too
-            json.dumps(msgspec.to_builtins((limits, arguments), enc_hook=str)),
-            lambda done, total: progress(task, done, total),
-        )
-    except OSError as problem:
+    if not os.access(python, os.X_OK):
         raise failure(
             f"{task} takes another process of Python, and sys.executable, {python!r}, cannot be "
-            f"started: {problem.strerror}"
-        ) from problem
+            "started: no such program, or no permission to run it"
+        )
+    done = ended(
+        [python, "-P", "-m", CALLED, function],
+        {**os.environ, "PYTHONPATH": paths, **few},
+        # the standard library's JSON, which holds paths that are not UTF-8 too
+        json.dumps(msgspec.to_builtins((limits, arguments), enc_hook=str)),
+        lambda done, total: progress(task, done, total),
+    )
     said = done.stderr.strip()
     for error in (UsageError, StorageError, failure):
         if done.returncode == error.exit_code:
