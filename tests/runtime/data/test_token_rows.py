@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.token_rows import VOCAB, after, listed, write_rows
 
 from runtime.core.errors import DataError, UsageError
-from runtime.data import rows as data
+from runtime.data import token_rows as data
 from runtime.data.report import DataReport
 from runtime.data.source import prepare_tokens, split_file
 from runtime.data.token_rows import RandomRows, TokenRows, order
