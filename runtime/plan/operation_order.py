@@ -9,12 +9,13 @@ read, if their inputs are in memory then. Gradients are named `~value`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from runtime.operations.base import Operation
 from runtime.operations.program import Instruction, Program
-from runtime.operations.values import gradient_of
+from runtime.operations.values import T, gradient_of
 
 
 @dataclass(frozen=True)
@@ -152,10 +153,12 @@ def _recomputed_late(
 ) -> list[tuple[Operation, int]]:
     """The cheap operations to run again, each with the backward before which it runs.
 
-    Their inputs are read there or later, so they are in memory anyway. If products are to stay
-    `activated`, operations on nothing but matrix products, such as activations, are excluded,
-    because recomputing those takes time.
+    Their inputs are read there or later, so they are in memory anyway; or they are read earlier,
+    and stay in place of the results, which are no smaller. If products are to stay `activated`,
+    operations on nothing but matrix products, such as activations, are excluded, because
+    recomputing those takes time.
     """
+    read = frozenset[str]().union(*(step.read for step in reverse))
     products = {name for operation in program.operations for name in operation.products}
     products = products if activated else set()
     late: list[tuple[Operation, int]] = []
@@ -165,11 +168,18 @@ def _recomputed_late(
         readers = [at for at, step in enumerate(reverse) if step.read & results]
         if not operation.cheap or products >= inputs or not readers:
             continue
-        alive = set[str]().union(*(step.read for step in reverse[readers[0] :])) - recomputed
-        if alive >= inputs:
+        alive = set[str]().union(*(step.read for step in reverse[readers[0] :]))
+        stay = inputs - (alive - recomputed)
+        no_larger = _values(program, stay) <= _values(program, results & read)
+        if stay <= read - recomputed and no_larger:
             late.append((operation, readers[0]))
             recomputed |= results
     return late
+
+
+def _values(program: Program, names: Iterable[str]) -> int:
+    """How many values these have, for each token where tokens are an axis."""
+    return sum(math.prod(int(n) for n in program.values[name] if n != T) for name in names)
 
 
 def _with_frees(

@@ -146,8 +146,13 @@ def test_norms_are_recomputed_where_they_are_read(tiny: Tiny, family: str) -> No
         assert not kept & set(late)
         assert {"self_attn.o_proj.out", "mlp.down_proj.in"} <= kept
         assert instructions[first:] == backward_schedule(program, everything, True, kept)
-        lowest = backward_schedule(program, everything, False)  # where nothing else reads x again
-        assert sum("self_attn.q_proj.in" in one.wanted for one in lowest) == 1
+        lowest = backward_schedule(program, everything, False)
+        makes = [at for at, one in enumerate(lowest) if "self_attn.q_proj.in" in one.wanted]
+        frees = [at for at, one in enumerate(lowest) if "self_attn.q_proj.in" in one.frees]
+        mlp = next(at for at, one in enumerate(lowest) if one.backward)
+        # x, which the norm before the MLP reads again, stays in place of what is made of it
+        assert makes[0] <= frees[0] < mlp < makes[1] <= frees[1]
+        assert next(at for at, one in enumerate(lowest) if "x" in one.frees) == makes[1]
 
 
 @each_family
