@@ -12,7 +12,6 @@ import msgspec
 
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
-from runtime.config.base import load
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors
@@ -78,7 +77,7 @@ def replay(
     folder = RunFolder(run)
     folder.check(CONFIG)
     header, updates = read_log(run / TRAJECTORY)
-    config = load(TrainConfig, run / CONFIG, {})
+    config = folder.config()
     opened = open_verified(bundle or config.bundle)
     of_weights = header.more.keys() >= {*FullWeights.log_fields}
     if of_weights:
