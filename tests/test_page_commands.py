@@ -22,8 +22,8 @@ from support.text_bundle import text_bundle, text_checkpoint
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 ROWS = [("lamp on:", "yes"), ("fan off:", "no"), ("fan on:", "yes"), ("lamp off:", "no")]
-BUNDLES = ("gemma", "my-model", "model", "gemma3-270m", "bundle")
-DATA = ("my-data", "wikitext2", "sst2")
+BUNDLES = ("gemma", "my-model", "model", "gemma3-270m", "bundle", "two", "transcoded")
+DATA = ("my-data", "wikitext2", "sst2", "calls")
 RUNS = ("my-run", "another-run", "run", "RUN")
 
 BENCHES = "it takes minutes; tests/harness/bench runs every benchmark on tiny shapes"
@@ -33,6 +33,7 @@ SEVERAL = "tests/runtime/run/test_several_workers.py starts several processes"
 ELSEWHERE = {  # the beginning of a command: why it does not run here
     "ondevice bench": BENCHES,
     "ondevice train bundle --data my-data --parallel": SEVERAL,
+    "ondevice train slice --data my-data --parallel": SEVERAL,
     "ondevice train bundle --parallel join": "tests/runtime/run/test_fleet.py joins runs",
     "ondevice doctor --bench": "tests/harness/doctor runs it on a tiny shape",
     "ondevice export gemma.gguf": REAL,
@@ -132,6 +133,8 @@ def shrunk(command: str, place: Path) -> list[str]:
     small = SMALLER.get(words[0], [])
     if "--equal" in words:  # by passes, not by steps
         small = [*(one for one in small if "steps=" not in one), "--max-forward-passes=27"]
+    if "--warmup-steps" in words:
+        small = [*small, "--warmup-steps=1", "--eval-every=1"]
     return [*words, *small]
 
 

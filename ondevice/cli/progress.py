@@ -17,7 +17,7 @@ LINE_STEPS = 10  # a line of text comes at each multiple of so many steps
 LINE_SECONDS = 60.0  # and earlier, once so many seconds of training have passed without one
 ESTIMATE_STEPS = 3  # after so many steps of a process, the time of all is estimated
 BYTES_FROM = 1_000_000  # a task with a total this large counts bytes; others count items
-ROWS = ("tokenizing ", "reading ")  # but for these, which count rows
+ROWS = ("tokenizing ", "reading ", "comparing")  # but for these, which count rows
 
 
 @contextmanager

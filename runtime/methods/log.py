@@ -21,6 +21,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError
 from runtime.core.files import read_file
+from runtime.core.notes import Progress, no_progress
 from runtime.core.version import __version__
 from runtime.methods.adapters import Adapters
 from runtime.methods.full.weights import FullWeights
@@ -97,7 +98,12 @@ def _update(header: Header, descent: type[Descent], step: int, line: str) -> Upd
     return Update(step, float(rate), first, header.weight_decay, second)
 
 
-def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> Adapters:
+def rebuild(
+    header: Header,
+    updates: list[Update | None],
+    initial: Adapters,
+    progress: Progress = no_progress,
+) -> Adapters:
     """The adapters after all updates, equal to the trained ones bit for bit.
 
     Raises:
@@ -114,7 +120,7 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
     descent = descent_in(fields).of_log(fields, manifest)
     tensors = dict(initial.tensors)
     trained = trained_in(fields, tensors)
-    for update in updates:
+    for step, update in enumerate(updates, start=1):
         if update is not None:
             try:
                 descent.remember(update)
@@ -122,6 +128,7 @@ def rebuild(header: Header, updates: list[Update | None], initial: Adapters) -> 
                 raise BundleError(f"step {update.step} of the trajectory: {problem}") from None
             for name in trained:
                 tensors |= descent.apply(noise, {name: tensors[name]})
+        progress("replaying", step, len(updates))
     return Adapters(manifest, tensors)
 
 

@@ -28,7 +28,8 @@ import msgspec
 
 from runtime.adapters.mlx_lm import CONFIG as ADAPTER_CONFIG
 from runtime.adapters.mlx_lm import WEIGHTS
-from runtime.config.base import read_values
+from runtime.config.base import load, read_values
+from runtime.config.train import TrainConfig
 from runtime.core.documents import from_json
 from runtime.core.errors import BundleError, UsageError
 from runtime.core.files import flush_path, read_file, remove, storage_errors, write_atomic
@@ -178,6 +179,20 @@ class RunFolder:
             BundleError: it is damaged, or another version of ondevice has written the run.
         """
         return read_plan(self.path / PLAN, other_ways(self.path))
+
+    def config(self) -> TrainConfig:
+        """The configuration that the run was last executed with.
+
+        Raises:
+            UsageError: it has options, or values, that this version does not take.
+        """
+        try:
+            return load(TrainConfig, self.path / CONFIG, {})
+        except UsageError as problem:
+            raise UsageError(
+                f"{self.path / CONFIG}: {problem}\nif another version of ondevice has written it, "
+                f"{other_ways(self.path)}"
+            ) from None
 
     def write_json(self, name: str, value: object) -> None:
         """Write a struct, or a dictionary of them."""

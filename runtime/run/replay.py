@@ -12,11 +12,11 @@ import msgspec
 
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
-from runtime.config.base import load
 from runtime.config.train import TrainConfig
 from runtime.core.errors import BundleError, StorageError, UsageError
 from runtime.core.files import storage_errors
 from runtime.core.lookalikes import Kind, instead
+from runtime.core.notes import Progress, no_progress
 from runtime.core.paths import output_path
 from runtime.machine.backend import arithmetic, use_device
 from runtime.methods.adapters import Adapters
@@ -53,7 +53,11 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def replay(
-    run: Path, output: Path, bundle: str | None = None, initial: Path | None = None
+    run: Path,
+    output: Path,
+    bundle: str | None = None,
+    initial: Path | None = None,
+    progress: Progress = no_progress,
 ) -> Replayed:
     """Rebuild the adapter of `run` into the folder `output`, and compare it with the run's own.
 
@@ -78,7 +82,7 @@ def replay(
     folder = RunFolder(run)
     folder.check(CONFIG)
     header, updates = read_log(run / TRAJECTORY)
-    config = load(TrainConfig, run / CONFIG, {})
+    config = folder.config()
     opened = open_verified(bundle or config.bundle)
     of_weights = header.more.keys() >= {*FullWeights.log_fields}
     if of_weights:
@@ -95,13 +99,13 @@ def replay(
             if saved is not None and saved_steps == last:
                 folder.check_save(saved)
                 own, reason = _own_weights(folder, config, opened, last, still)
-            identical = write_trained(opened, header, updates[:last], output, own)
+            identical = write_trained(opened, header, updates[:last], output, own, progress)
     else:
         start = _initial(folder, config, header, opened.manifest, initial)
         # the log of a killed run is longer than its last save
         known = dict.fromkeys(steps for steps in (best, saved_steps) if steps is not None)
-        identical = _compared(folder, header, updates, start, known)
-        _write(rebuild(header, updates[:last], start), output)
+        identical = _compared(folder, header, updates, start, known, progress)
+        _write(rebuild(header, updates[:last], start, progress), output)
     others = "" if saved is None else folder.saves.read(saved).other_arithmetic(arithmetic())
     return Replayed(
         other_arithmetic=others,
@@ -122,6 +126,7 @@ def _compared(
     updates: list[Update | None],
     start: Adapters,
     known: Iterable[int],
+    progress: Progress,
 ) -> bool | None:
     """Whether the adapters after some steps are those that were saved; None where none were."""
     identical = None
@@ -129,7 +134,7 @@ def _compared(
         place = folder.saves.place(steps)
         folder.check_save(place)
         own = Adapters.load(start.manifest, place)
-        same = own.digest() == rebuild(header, updates[:steps], start).digest()
+        same = own.digest() == rebuild(header, updates[:steps], start, progress).digest()
         identical = same and identical is not False
     return identical
 

@@ -77,7 +77,7 @@ def _resume(path: Path, events: Events, wanted: dict[str, Any], team: Team) -> T
         for name in (CONFIG, PLAN):
             folder.check(name)
         folder.plan()  # first, since it says whether this version reads the run's files
-        before = load(TrainConfig, path / CONFIG, {})
+        before = folder.config()
         if "epochs" in wanted:
             wanted = {"steps": None, **wanted}  # the run's own, which they replace
         if "bundle" in wanted:

@@ -183,7 +183,8 @@ def run_replay(arguments: argparse.Namespace) -> None:
     if config.output is None and output.is_symlink():
         raise UsageError(f"{output} is a symbolic link; name a folder by --output")
     initial = None if config.initial is None else Path(config.initial)
-    result = replay(run, output, config.bundle, initial)
+    with task_bar("step") as progress:
+        result = replay(run, output, config.bundle, initial, progress)
     text = f"{result.output}: {result.steps} steps from a log of {result.log_bytes} bytes"
     if result.best_step is not None:
         text += f"\nit is what was trained after step {result.best_step}, kept by --keep-best"

@@ -16,6 +16,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle, BundleWriter
 from runtime.config.train import TrainConfig
 from runtime.core.errors import DivergedError
+from runtime.core.notes import Progress, no_progress
 from runtime.methods.full.row_noise import DRAWS, RowNoise
 from runtime.methods.full.stored_floats import expand
 from runtime.methods.full.weights import FullWeights, slot_layouts
@@ -82,6 +83,7 @@ def write_trained(
     updates: list[Update | None],
     output: Path,
     own: FullWeights | None,
+    progress: Progress = no_progress,
 ) -> bool | None:
     """Write the bundle that training with these updates leads to, a tile of a tensor at a time.
 
@@ -109,6 +111,7 @@ def write_trained(
                 writer.align_block()
             written = writer.tensor(compared.tiles(name), extent.dtype, extent.shape)
             assert written == extent, "the tensors of the bundle lie otherwise"
+            progress(name, writer.offset, manifest.weights_nbytes)
         writer.align(manifest.weights_nbytes)  # the padding at its end
         nbytes, sha256 = writer.finish_weights()
         writer.copy_files(bundle)

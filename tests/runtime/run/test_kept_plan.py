@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -357,6 +358,22 @@ def test_a_damaged_plan_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(BundleError, match=r"plan\.json"):
         resume.resume(stopped, Events(), {})
     assert adapter(stopped) == before
+
+
+def test_options_beyond_todays_bounds_are_named_with_the_way_out(stopped: Path) -> None:
+    text = (stopped / "config.toml").read_text()
+    text = re.sub(r"(?m)^lora_rank = .*", "lora_rank = 9999", text)
+    replaced(stopped, "config.toml", f"patch = 3\n{text}")
+    with pytest.raises(UsageError) as refused:
+        resume.resume(stopped, Events(), {})
+    said = str(refused.value)
+    assert said.startswith(f"{stopped / 'config.toml'}: ondevice train cannot run with these")
+    assert "unknown key 'patch'" in said
+    assert re.search(r"lora_rank is 9999\d*; it must be .*4096", said)
+    assert said.endswith(
+        "if another version of ondevice has written it, go on with that version, or start another "
+        f"run with --adapter {stopped}"
+    )
 
 
 @pytest.mark.parametrize(
