@@ -279,6 +279,14 @@ def test_a_number_that_chooses_nothing_is_refused(wrong: dict[str, Any]) -> None
         normalise_config(raw, "x", True)
 
 
+@pytest.mark.parametrize("key", ["logits_scaling", "embedding_multiplier"])
+@pytest.mark.parametrize("wrong", [0, -1.0])
+def test_a_factor_of_nothing_is_refused(key: str, wrong: float) -> None:
+    """With a scaling of 0, every logit is NaN."""
+    with pytest.raises(BundleError, match=f"{key} must be a positive number, is {wrong!r}"):
+        normalise_config(tiny("granite") | {key: wrong}, "x", True)
+
+
 @pytest.mark.parametrize("window", [0, -1])
 def test_a_window_that_no_layer_has_may_be_any_number(window: int) -> None:
     """As in transformers, where such a model computes what it does without one."""
