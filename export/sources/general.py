@@ -53,7 +53,9 @@ _OF_POSITIONS = {
     *(name for names in SETTINGS.values() for name in names),
 }
 LOCAL_BASE = "rope_local_base_freq"  # of layers with a window, which do not scale positions
-_POSITIVE = re.compile("(eps|epsilon|^rope_theta|base_freq|attn_scalar)$")
+_POSITIVE = re.compile(
+    "(eps|epsilon|^rope_theta|base_freq|attn_scalar|_multiplier|logits_scaling|logit_scale)$"
+)
 # how many experts a layer has
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _CHOSEN = re.compile("experts_per_tok(en)?$|top_k_experts$|moe_topk$")  # of a token's experts

@@ -101,7 +101,7 @@ class HFCheckpoint(Checkpoint):
                 )
         self._end_ids = raw.get("eos_token_id", text.get("eos_token_id"))
         config = normalise_config(raw, where, own_head)
-        if unknown := unknown_settings(family, raw, where):
+        if unknown := unknown_settings(family, raw, where, parameter_shapes(model)):
             warnings.append(
                 f"{where}: {len(unknown)} settings are not known and not used: {', '.join(unknown)}"
             )

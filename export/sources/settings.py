@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from export.sources.families import text_config
-from export.sources.general import ACTIVATION, EXPERTS, completed
+from export.sources.general import ACTIVATION, EXPERTS, completed, settings_class
 from export.sources.model_classes import arguments_of, model_class
 from export.sources.windows import is_wide
 from runtime.adapters.fused import IN_CONFIG
@@ -63,6 +64,13 @@ _AS_USUAL: dict[str, tuple[Any, ...]] = {
     # each needs other tensors
     **{"normalization_function": ("rmsnorm",), "norm_type": ("rms", "layer_norm")},
 }
+# factors that change nothing where they are 1
+_FACTOR = re.compile("(scaling(_factor)?|embedding_multiplier|residual_multiplier|logits?_scale)$")
+# settings that are on where a model has tensors of these names
+_HAS_TENSORS = {
+    re.compile("^(use_)?qk_(layer)?norm$"): re.compile(r"\.(q|k|query|key)_(layer)?norm\."),
+    re.compile("^(use_)?(attention|attn|qkv)_bias$"): re.compile(r"(q|k|v|qkv)(_proj)?\.bias$"),
+}
 # names of the same setting: where transformers reads one that is given, the others are not used
 _SAME = (
     (*ACTIVATION, "activation"),
@@ -95,9 +103,12 @@ def used_settings(family: str, model_type: str | None = None) -> set[str]:
     Those are what mlx-lm's class takes, and transformers' class, whose values `export.cut.unread`
     checks. Where it has none, activations are checked.
     """
-    theirs = completed({"model_type": model_type or family}) or dict.fromkeys(ACTIVATION)
-    positions = theirs.get("rope_parameters") or {}
-    return {*_USED.split(), *arguments_of(family), *theirs, *positions, IN_CONFIG}
+    kind = model_type or family
+    theirs = completed({"model_type": kind})
+    if theirs is None:
+        return {*_USED.split(), *arguments_of(family), *ACTIVATION, IN_CONFIG}
+    others = {*settings_class(kind).attribute_map, *(theirs.get("rope_parameters") or {})}
+    return {*_USED.split(), *arguments_of(family), *theirs, *others, IN_CONFIG}
 
 
 def neutral_settings() -> set[str]:
@@ -115,13 +126,16 @@ def neutral_in_wrapper() -> set[str]:
     return {*" ".join(_WRAPPER_NEUTRAL.values()).split()} | neutral_settings()
 
 
-def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
+def unknown_settings(
+    family: str, raw: dict[str, Any], where: str, tensors: Collection[str] = ()
+) -> list[str]:
     """The settings in no list, for a warning; those without a value say nothing.
 
     Args:
         family: of the model.
         raw: the content of config.json.
         where: the file, for messages.
+        tensors: the names of the model's, which confirm some settings.
 
     Raises BundleError for one that, by its name, changes what the model computes.
     """
@@ -151,7 +165,10 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
     counts = [text[key] for key in EXPERTS if key in text]
     is_dense = bool(counts) and all(count in (None, 0, 1) for count in counts)
     for key in [*unknown]:
-        usual = unknown[key] in (*_AS_USUAL.get(key, ()), *stated.get(key, ()))
+        value = unknown[key]
+        usual = value in (*_AS_USUAL.get(key, ()), *stated.get(key, ()))
+        usual = usual or (value == 1 and value is not True and bool(_FACTOR.search(key)))
+        usual = usual or (value is True and _is_shown(key, tensors))
         of_experts = is_dense and _OF_EXPERTS.search(key)
         is_off = key in of_window or key.startswith(of_those) or of_experts
         if usual or is_off or is_neutral_name(key):
@@ -162,6 +179,12 @@ def unknown_settings(family: str, raw: dict[str, Any], where: str) -> list[str]:
             f"supported for {family}; if the original model computes without it, delete it there"
         )
     return sorted(unknown)
+
+
+def _is_shown(key: str, tensors: Collection[str]) -> bool:
+    """Whether a setting is one that tensors show to be on."""
+    names = [name for setting, name in _HAS_TENSORS.items() if setting.search(key)]
+    return any(name.search(tensor) for name in names for tensor in tensors)
 
 
 def own_code(raw: dict[str, Any], where: str) -> list[str]:

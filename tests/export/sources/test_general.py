@@ -156,6 +156,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "qwen2": {"_attn_implementation_autoset": True, "attn_implementation": "sdpa"},
     "llama": {"use_flash_attention_2": True, "fuse_rms_norm": True},
     "glm": {"partial_rotary_factor": 1.0},
+    "stablelm": {"rotary_scaling_factor": 1.0},
+    "exaone": {"activation_function": "silu"},
     "mimo": {"sliding_window": 256, "use_mrope": False},
     "minicpm": {"hidden_act": "silu"},
     **{name: {"max_window_layers": 4} for name in ("smollm3", "qwen3_moe")},
@@ -168,6 +170,26 @@ BESIDE: dict[str, dict[str, Any]] = {
 def test_what_makers_write_beside_is_not_refused(model_type: str) -> None:
     raw = {**tiny(model_type), **BESIDE[model_type]}
     assert not BESIDE[model_type].keys() & {*unknown_settings(model_type, raw, "x")}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "is_read"),
+    [
+        ("qwen3_moe", "use_qk_norm", True),  # as of Qwen 3 Coder
+        ("mimo", "attention_bias", True),
+        ("qwen2", "qkv_bias", True),
+        ("mixtral", "use_qk_norm", False),
+        ("mixtral", "use_qkv_bias", False),
+    ],
+)
+def test_what_tensors_show_is_not_refused(model_type: str, key: str, is_read: bool) -> None:
+    raw = {**tiny(model_type), key: True}
+    names = expected_shapes(model_type, normalise_config(raw, "x", True))
+    if is_read:
+        assert key not in unknown_settings(model_type, raw, "x", names)
+        return
+    with pytest.raises(BundleError, match=f"{key} = True is not supported"):
+        unknown_settings(model_type, raw, "x", names)
 
 
 def test_another_value_than_the_usual_is_refused() -> None:
@@ -255,6 +277,14 @@ def test_a_number_that_chooses_nothing_is_refused(wrong: dict[str, Any]) -> None
     (key,) = wrong
     with pytest.raises(BundleError, match=key):
         normalise_config(raw, "x", True)
+
+
+@pytest.mark.parametrize("key", ["logits_scaling", "embedding_multiplier"])
+@pytest.mark.parametrize("wrong", [0, -1.0])
+def test_a_factor_of_nothing_is_refused(key: str, wrong: float) -> None:
+    """With a scaling of 0, every logit is NaN."""
+    with pytest.raises(BundleError, match=f"{key} must be a positive number, is {wrong!r}"):
+        normalise_config(tiny("granite") | {key: wrong}, "x", True)
 
 
 @pytest.mark.parametrize("window", [0, -1])
