@@ -26,6 +26,7 @@ from runtime.plan.lower import LoweredBlock, LoweredModel, way_of
 from runtime.storage.write_back import QUEUED
 
 BESIDE_FORWARD = 0.25  # hidden states; without tiles, the heap of MeZO was seen to have unused
+ARRAY_BYTES = 640  # of the objects of MLX and Python that hold a value of a further row
 SLOT_BYTES = 1 << 15  # by which a layer's slot is larger than its weights, at most
 STREAMED_BYTES = 1 << 20  # of a tile that is updated although no product reads it
 
@@ -201,7 +202,8 @@ class PeakModel:
         call, names = self._plain(lowered), lowered.keeping[way].values
         sizes = _statistic_bytes(lowered.program, call)
         kept = (sizes[name] if name in sizes else call.bytes_of(name) for name in names)
-        return self.demand.rows * sum(kept)
+        objects = (self.demand.rows - 1) * len(names) * ARRAY_BYTES
+        return self.demand.rows * sum(kept) + objects
 
     def keeping_bytes(self, index: int, way: int) -> int:
         """Peak bytes of a layer whose forward so keeps values that its backward starts from."""

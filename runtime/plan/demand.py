@@ -31,6 +31,7 @@ class Demand:
     noise_bytes: memory in which noise for the weights is drawn.
     shares: whether several workers can share out a step.
     sums_gradients: whether the gradients of blocks that run backward are summed over workers.
+    objects_bytes: of the samples of a step, and the numbers of its hidden states, beyond the first.
     packs: whether a hidden state may be that of several packed rows, whose starts attention reads.
     """
 
@@ -53,6 +54,7 @@ class Demand:
     noise_bytes: int = 0
     shares: bool = False
     sums_gradients: bool = False
+    objects_bytes: int = 0
     packs: bool = False
 
 

@@ -301,7 +301,7 @@ class Planner:
         """Bytes of the process with its BLAS, opened graphs, kept vectors and prefetch thread."""
         blas, execution = self.machine.blas, model.execution
         panel = min(blas.panel_bytes, model.largest_tile_bytes)
-        nbytes = self.machine.process_bytes
+        nbytes = self.machine.process_bytes + task.demand.objects_bytes
         if execution.compiled:
             nbytes += min(blas.panel_bytes, model.largest_whole_value)
             nbytes += blas.threads * OWN_BYTES + TEXT_BYTES

@@ -12,6 +12,7 @@ from runtime.bundle.store import Bundle
 from runtime.config.shared import StepConfig
 from runtime.core.errors import BudgetError, UsageError
 from runtime.core.units import format_bytes
+from runtime.engine.sample import sample_bytes
 from runtime.machine.backend import this_machine
 from runtime.machine.footprint import Meter
 from runtime.machine.machine import Machine
@@ -36,9 +37,7 @@ def training(config: StepConfig, manifest: Manifest, workers: int = 1) -> Task:
         UsageError: rows are longer than the bundle has graphs for, or the method does not clip
             gradients, or drop inputs of adapters, and is asked to.
     """
-    demand = replace(
-        method(config.method).demand(config), packs=config.pack, sums_gradients=workers > 1
-    )
+    demand = method(config.method).demand(config)
     if config.max_grad_norm and not demand.stores_gradients:
         raise UsageError(
             f"--max-grad-norm {config.max_grad_norm:g}: {config.method} does not clip gradients; "
@@ -59,8 +58,16 @@ def training(config: StepConfig, manifest: Manifest, workers: int = 1) -> Task:
             f"--trainable full: the model has {', '.join(names)}, which hold experts, or rows that "
             "layers look up, and are not trained; give --trainable lora"
         )
+    bucket = choose_bucket(manifest, config.max_seq_length or manifest.usual_bucket)
+    further = config.batch_size * config.grad_accumulation - 1
+    demand = replace(
+        demand,
+        packs=config.pack,
+        sums_gradients=workers > 1,
+        objects_bytes=demand.objects_bytes + further * sample_bytes(bucket, config.pack),
+    )
     request = Request(
-        choose_bucket(manifest, config.max_seq_length or manifest.usual_bucket),
+        bucket,
         config.batch_size,
         config.grad_accumulation,
         # whole: each tile of weights is read once a step

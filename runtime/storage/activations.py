@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +37,8 @@ class Activations:
         name: str = "activations",
     ) -> None:
         self.rows = rows
-        self._stored: dict[tuple[int, int], tuple[tuple[int, ...], mx.Dtype]] = {}
+        self._kinds: list[tuple[tuple[int, ...], mx.Dtype]] = []  # shapes and types, a few
+        self._stored = array("H", bytes(2 * slots * rows))  # the kind's number from 1, by place
         self._values = int(np.prod(shape))
         self._stride = -(-self._values * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
         self._map = map_scratch(folder, name, self._stride * slots * rows)
@@ -45,7 +47,7 @@ class Activations:
     def _view(self, slot: int, row: int) -> Iterator[npt.NDArray[Any]]:
         """The words of what is stored there; their pages are dropped at the end."""
         offset = (slot * self.rows + row) * self._stride
-        shape, dtype = self._stored[slot, row]
+        shape, dtype = self._kind(slot, row)
         word = np.uint16 if dtype == mx.bfloat16 else np.float32  # NumPy has no bfloat16
         yield np.frombuffer(self._map, word, math.prod(shape), offset).reshape(shape)
         drop_pages(self._map, offset, self._stride)
@@ -54,7 +56,10 @@ class Activations:
         """Store an evaluated (1, T, D) array."""
         if value.size > self._values:
             raise ValueError(f"{value.shape} does not fit a slot of {self._values} values")
-        self._stored[slot, row] = value.shape, value.dtype
+        kind = tuple(value.shape), value.dtype
+        if kind not in self._kinds:
+            self._kinds.append(kind)
+        self._stored[slot * self.rows + row] = 1 + self._kinds.index(kind)
         words = value.view(mx.uint16) if value.dtype == mx.bfloat16 else value
         with self._view(slot, row) as view:
             view[:] = np.array(words, copy=False)
@@ -62,8 +67,15 @@ class Activations:
     def get(self, slot: int, row: int) -> mx.array:
         """The array last stored there."""
         with self._view(slot, row) as view:
-            value, dtype = mx.array(view), self._stored[slot, row][1]
+            value, dtype = mx.array(view), self._kind(slot, row)[1]
         return value.view(dtype) if dtype == mx.bfloat16 else value
+
+    def _kind(self, slot: int, row: int) -> tuple[tuple[int, ...], mx.Dtype]:
+        """The shape and the type of what is stored there."""
+        number = self._stored[slot * self.rows + row]
+        if not number:
+            raise KeyError(f"nothing is stored in slot {slot} of row {row}")
+        return self._kinds[number - 1]
 
 
 class RowValues:

@@ -5,8 +5,11 @@ A plan that a test makes of its own footprint would differ from one run of the t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from runtime.bundle.manifest import Manifest
 from runtime.config.shared import StepConfig
+from runtime.engine.sample import sample_bytes
 from runtime.machine.backend import PANEL_BYTES, ROW_BYTES
 from runtime.machine.machine import Blas, Heap, Machine
 from runtime.methods.protocol import method as implementation
@@ -66,7 +69,9 @@ def task_of(
 ) -> Task:
     """Training, or an evaluation, at a sequence bucket; `request` is what else is asked for."""
     asked = Request(bucket, rows, accumulation, **request)  # type: ignore[arg-type]
-    return Task(asked, demand_of(method, rows, accumulation, queries))
+    demand = demand_of(method, rows, accumulation, queries)
+    samples_bytes = (rows * accumulation - 1) * sample_bytes(bucket, packed=False)
+    return Task(asked, replace(demand, objects_bytes=demand.objects_bytes + samples_bytes))
 
 
 def plan_of(manifest: Manifest, task: Task, budget: int = PLENTY, machine: Machine = LINUX) -> Plan:

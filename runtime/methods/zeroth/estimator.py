@@ -29,6 +29,8 @@ class Lane(NamedTuple):
     row: int
 
 
+LANE_BYTES = 640  # of a hidden state's place in the lists of a step, and its losses
+
 PLUS, MINUS, UNPERTURBED = 1.0, -1.0, 0.0
 THETA = Point(0, UNPERTURBED)  # evaluated once, beside the first direction
 

@@ -12,7 +12,7 @@ from runtime.core.errors import UsageError
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Start
 from runtime.methods.zeroth.descent import Descent, Sgd
-from runtime.methods.zeroth.estimator import Estimator, by_query
+from runtime.methods.zeroth.estimator import LANE_BYTES, Estimator, by_query
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.objective import grouped, objective_of
 from runtime.plan.demand import Demand, lane_choices
@@ -52,6 +52,7 @@ def demand_of(config: StepConfig, estimator: Estimator, descent: type[Descent] =
         scratch_copies=max(3, descent.scratch_copies),  # z, theta and their sum; or an update's
         trains_weights=config.trains_all,
         noise_bytes=noise,
+        objects_bytes=(hidden_states - len(points)) * LANE_BYTES,
         shares=True,
     )
 

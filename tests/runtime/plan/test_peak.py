@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
+import tracemalloc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,15 +33,19 @@ from support.models import (
     model_of,
     rows_of,
 )
-from support.plans import LINUX, demand_of, peak_model_of, task_of
+from support.plans import LINUX, demand_of, peak_model_of, predicted, task_of
 
 from runtime.arrays.values import Loras
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
+from runtime.config.shared import StepConfig
+from runtime.data.rows import RandomRows
 from runtime.engine.model import Model
+from runtime.engine.sample import PackedRows, Row, sample_bytes
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import StepDropout
 from runtime.methods.noise import Noise
+from runtime.methods.protocol import StepResult
 from runtime.methods.zeroth.estimator import Point
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
@@ -46,9 +53,10 @@ from runtime.objectives.objective import Scored
 from runtime.operations.elementwise import Elementwise
 from runtime.operations.head_kernel import HeadResult
 from runtime.operations.values import F32
-from runtime.plan.block_peaks import PeakModel
+from runtime.plan.block_peaks import ARRAY_BYTES, PeakModel
 from runtime.plan.lower import Sizes
 from runtime.plan.plan import Request, Task
+from runtime.run.budget import training
 from runtime.storage.activations import Activations
 from runtime.storage.scratch import MappedTensors
 
@@ -63,6 +71,9 @@ LORAS: list[dict[str, object]] = [
     {"dropout": 0.2},
     {"layers": 2, "targets": ("down_proj",), "dropout": 0.2, "rank": 20},
 ]
+
+
+HEAP_COUNTS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 
 class Allocated:
@@ -299,6 +310,111 @@ def test_where_rows_start_is_counted_for_every_lane(
         assert after.forward_bytes - before.forward_bytes == inside * lanes * bucket * 4
         added = inside * (method == "mebp") * bucket * 4
         assert after.backward_bytes - before.backward_bytes == added
+
+
+@contextmanager
+def watching_python() -> Iterator[Callable[..., int]]:
+    """Yields the bytes of the objects made since, and still there, by files of these names."""
+    gc.collect()
+    tracemalloc.start(2)
+
+    def made_by(*files: str) -> int:
+        chosen = [tracemalloc.Filter(True, file, all_frames=True) for file in files]
+        traces = tracemalloc.take_snapshot().filter_traces(chosen).traces
+        return sum(trace.size for trace in traces)
+
+    try:
+        yield made_by
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("tokens", [16, 256])
+def test_samples_are_counted(tokens: int) -> None:
+    """Packed ones also where each row has a single token that is predicted."""
+    count = 512
+    rows = RandomRows(0, 100, tokens, count)
+    alone, packed = ([None] * count for _ in range(2))
+
+    def read() -> None:
+        for at in range(count):
+            alone[at] = Row(*rows.row(at))
+
+    def pack() -> None:
+        for at, row in enumerate(alone):
+            pairs = [row.tokens[start : start + 2] for start in range(tokens)]
+            packed[at] = PackedRows([Row(pair, np.zeros(1, np.int64)) for pair in pairs])
+
+    for work, is_packed in ((read, False), (pack, True)):
+        with watching_python() as made_by:
+            work()
+            by_sample = made_by("*") / count
+        assert by_sample <= sample_bytes(tokens, is_packed)
+        assert by_sample >= 0.6 * sample_bytes(tokens, is_packed)
+
+
+def test_a_steps_rows_and_losses_are_counted(
+    tiny: Tiny, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that grows with the rows of a step; hidden states are in a file."""
+    bundle, few, many = tiny("qwen2"), 8, 48
+    rows = RandomRows(seed, bundle.manifest.vocab_size, 16, many)
+    model, adapters = model_of(bundle, 16), Adapters.initial(bundle.manifest, 0)
+    method = mezo_of(model, adapters, tmp_path, seed, many)
+
+    learn, taken = ZerothOrder._learn, []
+
+    def watched(*given: Any) -> StepResult:
+        files = ("methods/zeroth/*", "data/rows.py", "engine/sample.py", "objectives/*")
+        # the second is where named tuples are made
+        taken.append(made_by(*(f"*/runtime/{file}" for file in files), "<string>"))
+        return learn(*given)
+
+    monkeypatch.setattr(ZerothOrder, "_learn", watched)
+    for count in (few, many):
+        with watching_python() as made_by:
+            method.step(0, 0.0, [[Row(*rows.row(at)) for at in range(count)]])
+    less, more = taken
+    config = StepConfig(bundle="a bundle", method="mezo", max_seq_length=16)
+    demands = [
+        training(replace(config, batch_size=count), bundle.manifest).demand
+        for count in (1, few, many)
+    ]
+    objects = [demand.objects_bytes for demand in demands]
+    assert objects[0] == 0
+    assert 0.5 * (objects[2] - objects[1]) <= more - less <= objects[2] - objects[1]
+    plans = [
+        predicted(bundle.manifest, Task(Request(16), demand), Sizes(10_000, 16)).process_bytes
+        for demand in demands
+    ]
+    assert plans == [plans[0] + nbytes for nbytes in objects]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads glibc's heap")
+def test_the_objects_of_kept_values_are_counted(tiny: Tiny) -> None:
+    """Of the rows beyond the first; tiny models keep many small values."""
+    fields = [(name, ctypes.c_size_t) for name in HEAP_COUNTS.split()]
+    counts: Any = type("mallinfo2", (ctypes.Structure,), {"_fields_": fields})
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = counts
+    values: dict[str, mx.array] = {}
+
+    def keep() -> None:
+        for number in range(1000):
+            values[f"value {number}"] = value = mx.zeros((1, 16, 16))
+            mx.eval(value)
+
+    before = mallinfo2().uordblks
+    with watching_python() as made_by:
+        keep()
+        own = made_by("*")
+    each = (own + mallinfo2().uordblks - before) / 1000 - 16 * 16 * F32
+    assert 0.6 * ARRAY_BYTES <= each <= 1.2 * ARRAY_BYTES
+    manifest, sizes = tiny("qwen2").manifest, Sizes(10_000, 16)
+    one, three = (peak_model_of(manifest, task_of(16, rows=n), sizes) for n in (1, 3))
+    for way, keeping in enumerate(one.lowered.layers[0].keeping):
+        objects = 2 * len(keeping.values) * ARRAY_BYTES
+        assert three.kept_bytes(1, way) == 3 * one.kept_bytes(1, way) + objects
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])

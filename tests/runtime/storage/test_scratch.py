@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
+import tracemalloc
+from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,7 +16,10 @@ from support.files import listing
 
 from runtime.machine.footprint import read_footprint
 from runtime.run.folder import RunFolder
+from runtime.storage.activations import Activations
 from runtime.storage.scratch import MappedTensors, map_scratch
+
+DTYPES = (mx.float32, mx.bfloat16, mx.float32)
 
 
 def shapes_of(rng: Rng) -> dict[str, tuple[int, ...]]:
@@ -69,6 +74,27 @@ def test_names_and_shapes_are_fixed(tmp_path: Path) -> None:
         tensors["b"] = mx.zeros((2, 3))
     with pytest.raises(TypeError, match="fixed"):
         del tensors["a"]
+
+
+def test_checkpoints_are_what_was_stored_last_and_few_bytes_of_memory(tmp_path: Path) -> None:
+    """Of any shape and type, however many places there are."""
+    slots, rows = 3, 50
+    tracemalloc.start()
+    scratch = Activations(tmp_path, slots, rows, (1, 4, 6))
+    with pytest.raises(KeyError, match="nothing is stored in slot 1 of row 7"):
+        scratch.get(1, 7)
+    for number, (slot, row) in enumerate(places := [*product(range(slots), range(rows))]):
+        scratch.put(slot, row, mx.full((1, 4, 5 + number % 2), number, DTYPES[number % 3]))
+    del number, slot, row
+    taken = tracemalloc.get_traced_memory()[0] - sys.getsizeof(places) - 64 * len(places)
+    tracemalloc.stop()
+    assert taken < 16 * slots * rows + 5000
+    scratch.put(0, 0, mx.full((1, 4, 6), 7.0))
+    for number, (slot, row) in enumerate(places[1:], start=1):
+        value = mx.full((1, 4, 5 + number % 2), number, DTYPES[number % 3])
+        stored = scratch.get(slot, row)
+        assert stored.dtype == value.dtype and mx.array_equal(stored, value)
+    assert mx.array_equal(scratch.get(0, 0), mx.full((1, 4, 6), 7.0))
 
 
 def test_tensors_are_no_part_of_the_footprint(tmp_path: Path, rng: Rng) -> None:
