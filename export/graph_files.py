@@ -103,4 +103,5 @@ def _write_graph(
         traced.output_shapes,
         traced.workspace_bytes,
         traced.allocated_bytes,
+        traced.views,
     )

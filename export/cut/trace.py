@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from export.cut.stand_ins import Replacement, replaced
-from export.cut.workspace import allocated_bytes, workspace_bytes
+from export.cut.workspace import allocated_bytes, views, workspace_bytes
 
 Function = Callable[..., list[mx.array]]
 
@@ -142,6 +142,7 @@ class Trace:
         of_type = {event["type"]: event for event in events}
         inputs, outputs = of_type["inputs"]["inputs"], of_type["outputs"]["outputs"]
         self._primitives = [event for event in events if event["type"] == "primitive"]
+        self._inputs = inputs
         self._names = names = [name for name, _, _ in outputs]
         position = {name: at for at, (name, _, _) in enumerate(inputs)}
         depends = {name: frozenset([at]) for name, at in position.items()}
@@ -180,6 +181,12 @@ class Trace:
     def workspace_bytes(self) -> int:
         """The peak of MLX's allocations for the graph, less its outputs."""
         return workspace_bytes(self._primitives, self._names)
+
+    @cached_property
+    def views(self) -> tuple[int, ...]:
+        """For each output the input whose whole memory it is, or -1; empty if none is one."""
+        places = [views(self._primitives, self._inputs).get(name, -1) for name in self._names]
+        return tuple(places) if max(places, default=-1) >= 0 else ()
 
     @cached_property
     def allocated_bytes(self) -> int:

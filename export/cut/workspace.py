@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from runtime.arrays.stored import pages
@@ -24,6 +25,7 @@ IN_PLACE = {
 }  # fmt: skip
 RUN_AHEAD = 2  # MLX frees an array so many primitives after the last one that reads it
 RESHAPING = {"Flatten", "Reshape", "Unflatten"}  # which copy what a transposition has reordered
+REORDERING = {"Broadcast", "Slice", "Transpose"}  # whose results are not contiguous
 SUMMED_ROWS = 512  # of a norm's weight gradient, which a GPU sums in a further operation
 
 
@@ -89,7 +91,7 @@ def allocated_bytes(primitives: list[Primitive], outputs: list[str]) -> int:
         if primitive["name"] in VIEWS and not copies:
             ((made, _, _),) = primitive["outputs"]
             owner[made] = owner.get(sources[0], sources[0])
-            if primitive["name"] in ("Broadcast", "Slice", "Transpose") or sources[0] in reordered:
+            if primitive["name"] in REORDERING or sources[0] in reordered:
                 reordered.add(made)
             continue
         for name, shape, dtype in primitive["outputs"]:
@@ -103,6 +105,29 @@ def allocated_bytes(primitives: list[Primitive], outputs: list[str]) -> int:
                 del size[reused]
     results = {owner.get(name, name) for name in outputs}
     return sum(nbytes for name, nbytes in size.items() if name not in results)
+
+
+def views(
+    primitives: list[Primitive], inputs: Sequence[tuple[str, Sequence[int], Any]]
+) -> dict[str, int]:
+    """The arrays that are the whole memory of an input (name, shape, dtype), with its place.
+
+    Inputs are taken to be contiguous. A part of an input is none: it may be copied apart.
+    """
+    places = {name: place for place, (name, _, _) in enumerate(inputs)}
+    items = [math.prod(shape) for _, shape, _ in inputs]
+    reordered: set[str] = set()
+    for primitive in primitives:
+        if primitive["name"] not in VIEWS:
+            continue
+        (source, *_), (made, *_) = (primitive[side][0] for side in ("inputs", "outputs"))
+        copies = primitive["name"] in RESHAPING and source in reordered
+        whole = math.prod(primitive["outputs"][0][1]) == items[places.get(source, 0)]
+        if source in places and whole and not copies:
+            places[made] = places[source]
+            if primitive["name"] in REORDERING or source in reordered:
+                reordered.add(made)
+    return places
 
 
 def _with_temporary(primitive: Primitive) -> Primitive:

@@ -103,7 +103,8 @@ class Graph(Record, frozen=True):
     """One serialized function: its file, checksum and signature, and the bytes that it takes.
 
     `workspace_bytes` is the peak of its intermediate arrays, `allocated_bytes` the size of all of
-    them in whole pages; None where whoever traced it did not say.
+    them in whole pages; None where whoever traced it did not say. `views` has for each result the
+    input, counted from 0, whose whole memory it is, or -1; without it, none is known to be one.
     """
 
     file: str
@@ -113,6 +114,7 @@ class Graph(Record, frozen=True):
     outputs: tuple[tuple[int, ...], ...]
     workspace_bytes: int
     allocated_bytes: int | None = None
+    views: tuple[int, ...] = ()
 
 
 class File(Record, frozen=True):

@@ -97,6 +97,11 @@ def _check_files(manifest: Manifest) -> None:
         require(0 <= graph.workspace_bytes <= MAX_BYTES, f"{key}: {graph.workspace_bytes} bytes")
         known = graph.allocated_bytes
         require(known is None or 0 <= known <= MAX_BYTES, f"{key}: {known} bytes")
+        counts = [*map(math.prod, graph.inputs)]
+        pairs = zip(graph.views, map(math.prod, graph.outputs), strict=False)
+        as_large = (at == -1 or counts[at : at + 1] == [count] for at, count in pairs)
+        good = len(graph.views) in (0, len(graph.outputs)) and all(as_large)
+        require(good and min(graph.views, default=0) >= -1, f"{key}: views {graph.views}")
         for shape in (*graph.inputs, *graph.outputs):
             require(all(0 <= size <= MAX_DIM for size in shape), f"{key}: shape {shape}")
 

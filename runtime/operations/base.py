@@ -266,6 +266,10 @@ class Operation(
     def working_bytes(self, call: Call, execution: Execution) -> int:
         """The bytes that it needs while it runs, besides the values that it reads and computes."""
 
+    def views(self, execution: Execution) -> Mapping[str, str]:
+        """The results of its forward that are an input's memory, each with that input."""
+        return {}
+
     def widened(self, backward: bool) -> tuple[str, ...]:
         """The values, and their gradients, of which float32 copies exist if they are bfloat16.
 

@@ -142,6 +142,15 @@ class Elementwise(Function, frozen=True):
         directions = ("forward", "vjp") if backward else ("forward",)
         return tuple(graph_key(self.graph, direction, tokens) for direction in directions)
 
+    def views(self, execution: Execution) -> Mapping[str, str]:
+        """As its graph says; results of tiles are put together in arrays of their own."""
+        tokens = self.graph_tokens(execution.bucket)
+        graph = self._graph("forward", tokens, execution)
+        if graph is None or tokens < execution.bucket:
+            return {}
+        pairs = zip(self.outputs, graph.views, strict=False)
+        return {name: self.inputs[place] for name, place in pairs if place >= 0}
+
     def widened(self, backward: bool) -> tuple[str, ...]:
         return ()  # its graphs are of every type
 

@@ -271,7 +271,9 @@ class PeakModel:
         held.take({name: (size(name), "") for name in alive})
         peak = 0
         for instruction in schedule:
-            made = dict.fromkeys((*instruction.wanted, *instruction.statistics), "")
+            views = instruction.operation.views(self.execution)
+            names = (*instruction.wanted, *instruction.statistics)
+            made = {name: views.get(name, "") for name in names}
             if instruction.backward:
                 made = {
                     gradient_of(n): s

@@ -118,6 +118,24 @@ def test_what_is_allocated_counts_what_is_not_in_place() -> None:
     assert allocated(lambda x: [x.T.reshape(-1).sum()]) == page  # a copy in another order
 
 
+def test_results_that_are_an_inputs_memory_are_known() -> None:
+    """As of heads, which have an axis of their own; a copy, or a part, is new memory."""
+    inputs = [mx.arange(24.0).reshape(2, 12), mx.ones((2, 12))]
+
+    def function(x: mx.array, y: mx.array) -> list[mx.array]:
+        heads = y.reshape(2, 3, 4).transpose(1, 0, 2)
+        return [heads, x * 2, heads.reshape(6, 4), x[:1], x]
+
+    traced = trace(function, inputs)
+    assert traced.views == (1, -1, -1, -1, 0)
+    mx.eval(inputs)
+    mx.eval(results := function(*inputs))
+    for result, place in zip(results, traced.views, strict=True):
+        shared = [np.shares_memory(np.asarray(result), np.asarray(x)) for x in inputs]
+        assert place < 0 or shared[place]
+    assert trace(lambda x: [x + 1], inputs[:1]).views == ()
+
+
 def test_a_norms_gradient_takes_a_temporary_array_on_a_gpu() -> None:
     """Which a CPU's trace does not have: there the norm is several operations."""
     norm = {

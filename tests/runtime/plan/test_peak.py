@@ -417,6 +417,23 @@ def test_the_objects_of_kept_values_are_counted(tiny: Tiny) -> None:
         assert three.kept_bytes(1, way) == 3 * one.kept_bytes(1, way) + objects
 
 
+def test_results_that_are_views_are_no_new_values(tiny: Tiny) -> None:
+    """Heads are what their product is, unless positions turn them; so are all of OPT's."""
+    manifest = tiny("qwen2").manifest
+    graphs = {
+        key: msgspec.structs.replace(graph, views=()) for key, graph in manifest.graphs.items()
+    }
+    copies = msgspec.structs.replace(manifest, graphs=graphs)
+    task, sizes = task_of(16, "mezo"), Sizes(10_000, 16)
+    models = [peak_model_of(each, task, sizes) for each in (manifest, copies)]
+    layer, *_ = models[0].lowered.distinct_layers
+    heads = next(each for each in layer.forward if "attention0.v" in each.wanted)
+    assert heads.operation.views(models[0].execution) == {"attention0.v": "self_attn.v_proj.out"}
+    schedule, alive = (replace(heads, frees=()),), set(heads.operation.activations)
+    viewing, copying = (model._peak(layer, schedule, alive) for model in models)
+    assert copying - viewing == models[0]._plain(layer).bytes_of("attention0.v") > 0
+
+
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_perturbed_copies_of_an_embeddings_adapter_are_counted(
     tiny: Tiny, seed: int, rng: Rng, family: str, tmp_path: Path
