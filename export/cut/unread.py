@@ -122,7 +122,7 @@ def unread(
     refused = {
         key: settings[key]
         for key in alike
-        if settings.get(key) not in alike[key] and not is_own_default(family, key, settings[key])
+        if not _is_alike(family, key, settings.get(key), alike[key])
     }
     experts = any(map(settings.get, EXPERTS))
     takes_one = experts and settings.get("num_experts_per_tok") == 1
@@ -170,6 +170,13 @@ def unread(
             continue  # transformers has no setting for it
         refused[key] = value
     return refused
+
+
+def _is_alike(family: str, key: str, value: Any, alike: Sequence[Any]) -> bool:
+    """Whether a class computes with a value as transformers does; what is on there stays on."""
+    if value is False and is_own_default(family, key, True):
+        return False
+    return value in alike or is_own_default(family, key, value)
 
 
 def _without(activation: str) -> list[Replacement]:

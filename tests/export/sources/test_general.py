@@ -226,6 +226,7 @@ def test_another_value_than_the_usual_is_refused() -> None:
         ("dots1", {"scoring_func": "softmax"}, False),
         ("dots1", {"scoring_func": "noaux_tc"}, True),
         ("glm4", {"rope_traditional": True}, True),
+        ("glm4", {"rope_traditional": False}, False),
         ("qwen3_5_text", {"hidden_act": "gelu"}, False),  # whose random decays were constants
         ("gemma4_text", {"global_partial_rotary_factor": 0.25}, True),
         ("gemma4_text", {"global_partial_rotary_factor": 0.5}, False),
