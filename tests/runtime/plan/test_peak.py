@@ -17,7 +17,6 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
-from runtime.data.token_rows import RandomRows
 from support.bundles import Rng, Tiny
 from support.compiled import require_compiled
 from support.estimators import mezo_of
@@ -40,6 +39,7 @@ from runtime.arrays.values import Loras
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.config.shared import StepConfig
+from runtime.data.token_rows import RandomRows
 from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Row, sample_bytes
 from runtime.methods.adapters import Adapters
