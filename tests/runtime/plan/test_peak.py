@@ -334,7 +334,8 @@ def test_samples_are_counted(tokens: int) -> None:
     """Packed ones also where each row has a single token that is predicted."""
     count = 512
     rows = RandomRows(0, 100, tokens, count)
-    alone, packed = ([None] * count for _ in range(2))
+    alone: list[Any] = [None] * count  # made before it is watched
+    packed = alone.copy()
 
     def read() -> None:
         for at in range(count):
