@@ -366,7 +366,7 @@ def test_a_steps_rows_and_losses_are_counted(
     learn, taken = ZerothOrder._learn, []
 
     def watched(*given: Any) -> StepResult:
-        files = ("methods/zeroth/*", "data/rows.py", "engine/sample.py", "objectives/*")
+        files = ("methods/zeroth/*", "data/token_rows.py", "engine/sample.py", "objectives/*")
         # the second is where named tuples are made
         taken.append(made_by(*(f"*/runtime/{file}" for file in files), "<string>"))
         return learn(*given)
