@@ -101,7 +101,7 @@ def _system_error(problem: OSError) -> int:
             "with: ulimit -n 1024",
             StorageError.exit_code,
         )
-    if problem.errno == errno.ENOENT and problem.filename is None:  # of os.getcwd
+    if problem.errno == errno.ENOENT and not _has_working_folder():
         return _said(f"{reason}: the working folder is gone; cd to another", UsageError.exit_code)
     if problem.errno == errno.ENAMETOOLONG:
         return _said(f"{reason}{where}; give a shorter name", UsageError.exit_code)
@@ -159,6 +159,13 @@ def _allow_descriptors() -> None:
             "raise the limit, as with: ulimit -n 1024"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))
+
+
+def _has_working_folder() -> bool:
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
 
 
 def _said(text: str, code: int) -> int:
