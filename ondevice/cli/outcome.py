@@ -10,6 +10,7 @@ import resource
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
@@ -163,9 +164,10 @@ def _allow_descriptors() -> None:
 
 def _has_working_folder() -> bool:
     try:
-        return bool(os.getcwd())
+        Path.cwd()
     except FileNotFoundError:
         return False
+    return True
 
 
 def _said(text: str, code: int) -> int:

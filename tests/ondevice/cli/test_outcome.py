@@ -213,8 +213,8 @@ def test_a_working_folder_that_is_gone_is_named(
 
     def command() -> None:
         os.chdir("gone")
-        os.rmdir(tmp_path / "gone")
-        os.getcwd()
+        (tmp_path / "gone").rmdir()
+        Path.cwd()
 
     assert outcome_of(command) == 2
     assert "the working folder is gone; cd to another" in capsys.readouterr().err
