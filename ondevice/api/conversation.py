@@ -37,9 +37,8 @@ class Conversation:
     """
 
     def __init__(self, config: ChatConfig, on_note: Note | None) -> None:
-        adapter = None if config.adapter is None else str(Path(config.adapter).absolute())
-        # the first answer reads them, wherever the program works by then
-        self._config = replace(config, bundle=str(Path(config.bundle).absolute()), adapter=adapter)
+        adapter = None if config.adapter is None else _kept(config.adapter)
+        self._config = replace(config, bundle=_kept(config.bundle), adapter=adapter)
         self._note = hearing(on_note)
         self._chat: Chat | None = None
         self._answers = False  # meanwhile its messages must not change
@@ -115,3 +114,11 @@ class Conversation:
                 "the conversation is not open: with ondevice.chat(config) as conversation: ..."
             )
         return self._chat
+
+
+def _kept(path: str) -> str:
+    """The path as the first answer may read it, wherever the program works by then.
+
+    One that leads nowhere stays as it was given, for the refusal: it may be an id of the hub.
+    """
+    return str(Path(path).absolute()) if Path(path).exists() else path

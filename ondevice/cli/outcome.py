@@ -10,6 +10,7 @@ import resource
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
@@ -101,7 +102,7 @@ def _system_error(problem: OSError) -> int:
             "with: ulimit -n 1024",
             StorageError.exit_code,
         )
-    if problem.errno == errno.ENOENT and problem.filename is None:  # of os.getcwd
+    if problem.errno == errno.ENOENT and not _has_working_folder():
         return _said(f"{reason}: the working folder is gone; cd to another", UsageError.exit_code)
     if problem.errno == errno.ENAMETOOLONG:
         return _said(f"{reason}{where}; give a shorter name", UsageError.exit_code)
@@ -159,6 +160,14 @@ def _allow_descriptors() -> None:
             "raise the limit, as with: ulimit -n 1024"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))
+
+
+def _has_working_folder() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _said(text: str, code: int) -> int:

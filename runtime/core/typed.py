@@ -22,7 +22,9 @@ def decoded(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as problem:
-        raise ValueError(_located(problem, from_json(data), kind)) from None
+        as_type(from_json(data), kind)  # it names the value, too
+        # it has none to name: a number out of range, or a key's first value of two
+        raise ValueError(str(problem)) from None
     except RecursionError:
         raise ValueError("lists and objects are nested too deep") from None
 
@@ -57,23 +59,26 @@ def _located(problem: msgspec.ValidationError, document: Any, kind: Any) -> str:
     for key in _KEY.finditer("" if place is None else place["keys"]):
         keys.append(key["field"] or (int(key["index"]) if key["index"] else None))
         if keys[-1] is None:
-            keys[-1] = _wrong_key(document, keys[:-1], kind)
+            keys[-1] = _wrong_key(text, document, keys[:-1], kind)
+            # without the other entries, which may be wrong likewise
+            document = _having(document, keys[:-1], {keys[-1]: _at(document, keys)})
     value = _at(document, keys)
     if place is not None:
         text = text[: place.start()]
         if place["is_key"]:
-            value = _wrong_key(document, keys, kind)
+            value = _wrong_key(str(problem), document, keys, kind)
     shown = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
     return f"{text} - at `${shown}`, which is {value!r:.80}"
 
 
-def _wrong_key(document: Any, keys: list[Any], kind: Any) -> Any:
-    """The first key of the object at `keys` with which alone the document is not of the type."""
+def _wrong_key(text: str, document: Any, keys: list[Any], kind: Any) -> Any:
+    """The first key of the object at `keys` that has the same message when it is there alone."""
     for key, value in _at(document, keys).items():
         try:
             msgspec.convert(_having(document, keys, {key: value}), kind)
-        except msgspec.ValidationError:
-            return key
+        except msgspec.ValidationError as problem:
+            if str(problem) == text:
+                return key
     raise AssertionError("none of its entries is wrong")
 
 

@@ -116,9 +116,8 @@ def ended(
         with process:
             try:
                 assert process.stdin is not None and process.stdout is not None
-                with suppress(BrokenPipeError):  # its exit code says why
+                with suppress(BrokenPipeError), process.stdin:  # its exit code says why
                     process.stdin.write(given)
-                    process.stdin.close()
                 for line in process.stdout:
                     if line.startswith(_TOLD) and line.endswith("\n"):
                         told(*map(int, line.removeprefix(_TOLD).split()))

@@ -158,7 +158,7 @@ class _Place:
     @property
     def mark(self) -> str:
         """A text that no other place has."""
-        return f"mark{self.at}{self.key}."
+        return f"mark{self.at}{'call' * self.is_in_calls}-{self.key}."
 
     def named(self, messages: Messages) -> str:
         """What it is, for the report."""

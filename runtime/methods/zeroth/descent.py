@@ -227,7 +227,7 @@ class Averages(Descent):
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any]) -> None:
         optimizer, window = fields.get("optimizer"), fields.get("window")
-        if optimizer not in AVERAGING:
+        if optimizer not in tuple(AVERAGING):  # it may be a list, which has no hash
             raise ValueError(
                 f"its optimizer is {optimizer!r}; it must be one of {', '.join(AVERAGING)}"
             )

@@ -209,6 +209,9 @@ def test_a_conversation_is_the_command_s(
     )
     with pytest.raises(UsageError, match="is not open"):
         conversation.say("hello")
+    of_hub = ondevice.ChatConfig(bundle="owner/name", adapter="owner/name")
+    with pytest.raises(BundleError, match=r"owner/name is no .* a model id of the"):
+        ondevice.chat(of_hub).__enter__()
     pieces: list[str] = []
 
     def stop(piece: str) -> None:

@@ -191,7 +191,7 @@ def test_commands_do_with_the_descriptors_that_are_asked_for(
     [
         (OSError(errno.EMFILE, "Too many open files", "x"), 5, "(RLIMIT_NOFILE); raise the limit"),
         (OSError(errno.EACCES, "Permission denied", "x"), 5, "Permission denied: 'x'"),
-        (FileNotFoundError(errno.ENOENT, "No such file or directory"), 2, "cd to another"),
+        (FileNotFoundError(errno.ENOENT, "No usable folder in ['/tmp']"), 5, "in ['/tmp']\n"),
         (MemoryError(), 3, "the system gives this process no more memory"),
     ],
 )
@@ -203,6 +203,21 @@ def test_what_the_system_refuses(
 
     assert outcome_of(command) == code
     assert told in capsys.readouterr().err
+
+
+def test_a_working_folder_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+
+    def command() -> None:
+        os.chdir("gone")
+        (tmp_path / "gone").rmdir()
+        Path.cwd()
+
+    assert outcome_of(command) == 2
+    assert "the working folder is gone; cd to another" in capsys.readouterr().err
 
 
 def test_weights_that_are_no_numbers(origin: Bundle, tmp_path: Path) -> None:

@@ -112,3 +112,9 @@ def test_a_python_that_cannot_be_started_is_named(
     said = f"the work takes another .*, '{python or ''}', cannot be started: "
     with pytest.raises(BundleError, match=said):
         called("score", failure=BundleError)
+
+
+def test_a_process_that_ends_before_it_reads_its_arguments_is_named(called: Call) -> None:
+    """They are longer than a pipe holds."""
+    with pytest.raises(DataError, match=r"failed with status 1: .*no attribute 'nowhere'"):
+        called("nowhere", "x" * 1_000_000)

@@ -520,6 +520,20 @@ def test_a_result_that_the_template_does_not_write_is_counted(tmp_path: Path) ->
     assert rows.report.lost == {f"a message of 'tool', {written}": 1}
 
 
+def test_a_field_of_calls_is_counted_beside_a_written_one_of_the_message(tmp_path: Path) -> None:
+    """Both have one name."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{{ m.note }}"
+        "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}<eos>{% endfor %}"
+    )
+    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
+    called = {"function": {"name": "clock", "arguments": {}, "note": "ten"}}
+    asking = {"role": "assistant", "content": "yes", "note": "a", "tool_calls": [called]}
+    rows = read(bundle, {"messages": [ASKED, asking, {"role": "tool", "content": "b"}, ANSWER]})
+    written = "which the chat template of bundle does not write"
+    assert rows.report.lost == {f"'note' in a tool call, {written}": 1}
+
+
 @pytest.mark.parametrize("check", ["", "{% if 'mark' in m.content %}{{ refuse() }}{% endif %}"])
 def test_of_many_results_those_are_counted_that_are_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str

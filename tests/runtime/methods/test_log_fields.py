@@ -38,6 +38,7 @@ VALID: list[tuple[type[Part], dict[str, Any]]] = [
     (FullWeights, {"trained": "full"}),
 ]
 INVALID: list[tuple[type[Part], dict[str, Any], str]] = [
+    (Averages, {"optimizer": ["adam"], "window": 2}, r"its optimizer is \['adam'\]"),
     (Averages, {"optimizer": "adagrad", "window": 2}, "its optimizer is 'adagrad'"),
     (Averages, {"optimizer": "adam"}, "its window is None"),
     (Averages, {"window": 3}, "its optimizer is None"),
