@@ -185,8 +185,9 @@ class Trace:
     @cached_property
     def views(self) -> tuple[int, ...]:
         """For each output the input whose whole memory it is, or -1; empty if none is one."""
-        places = [views(self._primitives, self._inputs).get(name, -1) for name in self._names]
-        return tuple(places) if max(places, default=-1) >= 0 else ()
+        of_names = views(self._primitives, self._inputs)
+        places = tuple(of_names.get(name, -1) for name in self._names)
+        return places if max(places, default=-1) >= 0 else ()
 
     @cached_property
     def allocated_bytes(self) -> int:

@@ -115,16 +115,17 @@ def views(
     Inputs are taken to be contiguous. A part of an input is none: it may be copied apart.
     """
     places = {name: place for place, (name, _, _) in enumerate(inputs)}
-    items = [math.prod(shape) for _, shape, _ in inputs]
     reordered: set[str] = set()
     for primitive in primitives:
         if primitive["name"] not in VIEWS:
             continue
         (source, *_), (made, *_) = (primitive[side][0] for side in ("inputs", "outputs"))
         copies = primitive["name"] in RESHAPING and source in reordered
-        whole = math.prod(primitive["outputs"][0][1]) == items[places.get(source, 0)]
-        if source in places and whole and not copies:
-            places[made] = places[source]
+        place = places.get(source)
+        if place is None or copies:
+            continue
+        if math.prod(primitive["outputs"][0][1]) == math.prod(inputs[place][1]):
+            places[made] = place
             if primitive["name"] in REORDERING or source in reordered:
                 reordered.add(made)
     return places

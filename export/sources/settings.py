@@ -65,7 +65,7 @@ _AS_USUAL: dict[str, tuple[Any, ...]] = {
     **{"normalization_function": ("rmsnorm",), "norm_type": ("rms", "layer_norm")},
 }
 # factors that change nothing where they are 1
-_FACTOR = re.compile("(scaling(_factor)?|embedding_multiplier|residual_multiplier|logits?_scale)$")
+_FACTOR = re.compile("(scaling|factor|embedding_multiplier|residual_multiplier|logits?_scale)$")
 # settings that are on where a model has tensors of these names
 _HAS_TENSORS = {
     re.compile("^(use_)?qk_(layer)?norm$"): re.compile(r"\.(q|k|query|key)_(layer)?norm\."),
@@ -82,16 +82,17 @@ _SAME = (
 )
 # words in the names of settings that change what a model computes, as in Granite's and Cohere's
 _COMPUTES = re.compile(
-    "scal|multipl|softcap|rope|rotary|window|norm|bias|(^|_)act(ivation)?(_|$)|expert|clip|alibi"
-    "|residual|attn|attention"
+    "scal|factor|multipl|softcap|rope|rotary|window|norm|bias|(^|_)act(ivation)?(_|$)|expert|clip"
+    "|alibi|residual|attn|attention"
 )
 
 # dropout, numbers of tokens, how training began, blocks that are refused where there are any, what
 # LFM2 repeats, and GPT-2's other heads; Qwen 3.5 always has its gate; which code computes the same,
 # and a tower
 _NEUTRAL_NAME = re.compile(
-    "drop|_token_id$|_token_index$|_token_ids$|_init_scale$|^mamba_|^router_|^block_norm_eps$"
-    "|^attn_output_gate$|^summary_|attn_implementation|flash_att|^(use_)?fused?_|checkpointing|^vit_"
+    "drop|_token_id$|_token_index$|_token_ids$|_init_scale$|^initializer_|^mamba_|^router_|^block_norm_eps$"
+    "|^attn_output_gate$|^summary_|attn_implementation|flash_att|^(use_)?fused?_|checkpointing"
+    "|^vit_|^pixel_"
 )
 # settings of experts, where a model has one at most
 _OF_EXPERTS = re.compile("expert|^moe_|topk")
@@ -107,7 +108,9 @@ def used_settings(family: str, model_type: str | None = None) -> set[str]:
     theirs = completed({"model_type": kind})
     if theirs is None:
         return {*_USED.split(), *arguments_of(family), *ACTIVATION, IN_CONFIG}
-    others = {*settings_class(kind).attribute_map, *(theirs.get("rope_parameters") or {})}
+    others = {*settings_class(kind).attribute_map}
+    # of what stands in there, transformers reads this outside, too, and the base
+    others |= {"partial_rotary_factor"} & (theirs.get("rope_parameters") or {}).keys()
     return {*_USED.split(), *arguments_of(family), *theirs, *others, IN_CONFIG}
 
 

@@ -107,6 +107,13 @@ def tokenizer_warnings(
     except (ValueError, TypeError, AttributeError, KeyError) as problem:
         return [f"{UNREADABLE}{problem}"]
     warnings = []
+    texts = {number: text for text, number in vocabulary.items()}
+    if twice := [text for text, number in vocabulary.items() if texts[number] != text]:
+        number = vocabulary[twice[0]]
+        warnings.append(
+            f"{twice[0]!r:.40} and {texts[number]!r:.40} in {VOCABULARY} have one number, {number}:"
+            " text with either is read, but chance decides which of them an answer shows"
+        )
     every = {**vocabulary, **{token.content: token.number for token in tokens}}
     if over := sorted((n, text) for text, n in every.items() if n is not None and n >= embedded):
         shown = ", ".join(f"{text!r:.40} ({number})" for number, text in over[:_SHOWN])
@@ -253,9 +260,6 @@ def _vocabulary(files: dict[str, bytes]) -> dict[str, int]:
     if model.dropout:
         raise ValueError(RANDOM.format(model.dropout))
     if isinstance(words := model.vocab, dict):
-        if len(texts := {number: text for text, number in words.items()}) < len(words):
-            first, number = next((t, n) for t, n in words.items() if texts[n] != t)
-            raise ValueError(f"{first!r:.40} and {texts[number]!r:.40} have one number, {number}")
         return words
     return {str(entry[0]): number for number, entry in enumerate(words)}  # with their scores
 

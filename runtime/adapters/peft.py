@@ -206,7 +206,7 @@ def stated_in(config: dict[str, Any]) -> dict[str, Any]:
         "rank": whole(config["r"], "r"),
         "alpha": number(config["lora_alpha"], "lora_alpha"),
         "dropout": number(config.get("lora_dropout", 0.0), "lora_dropout"),
-        "rslora": config.get("use_rslora", False),
+        "rslora": False if (rslora := config.get("use_rslora")) is None else rslora,
     }
 
 

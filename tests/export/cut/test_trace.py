@@ -134,6 +134,7 @@ def test_results_that_are_an_inputs_memory_are_known() -> None:
         shared = [np.shares_memory(np.asarray(result), np.asarray(x)) for x in inputs]
         assert place < 0 or shared[place]
     assert trace(lambda x: [x + 1], inputs[:1]).views == ()
+    assert trace(lambda: [mx.zeros((2, 3)).reshape(6)], []).views == ()  # of no input at all
 
 
 def test_a_norms_gradient_takes_a_temporary_array_on_a_gpu() -> None:

@@ -154,7 +154,10 @@ BESIDE: dict[str, dict[str, Any]] = {
         **{"num_experts": 1, "moe_topk": 1, "norm_topk_prob": True, "vit_norm_type": "fused"},
     },
     "qwen2": {"_attn_implementation_autoset": True, "attn_implementation": "sdpa"},
-    "llama": {"use_flash_attention_2": True, "fuse_rms_norm": True},
+    "llama": {
+        **{"use_flash_attention_2": True, "fuse_rms_norm": True, "initializer_factor": 0.5},
+        **{"emb_factor": 1.0, "pixel_shuffle_factor": 4},
+    },
     "glm": {"partial_rotary_factor": 1.0},
     "stablelm": {"rotary_scaling_factor": 1.0},
     "exaone": {"activation_function": "silu"},
@@ -198,6 +201,9 @@ def test_another_value_than_the_usual_is_refused() -> None:
         ("phi3", {"rotary_pct": 0.5}),
         ("mimo", {"sliding_window": 128, "max_position_embeddings": 256}),
         ("hunyuan_v1_dense", {"num_experts": 2, "norm_topk_prob": True}),
+        ("llama", {"emb_factor": 2.5}),
+        ("llama", {"rope_type": "yarn"}),  # which transformers reads in rope_parameters alone
+        ("gpt_oss", {"factor": 16.0}),
     ):
         with pytest.raises(BundleError, match=f"{next(iter(setting))} = "):
             unknown_settings(model_type, {"model_type": model_type, **setting}, "x")

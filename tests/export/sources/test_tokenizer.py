@@ -12,8 +12,9 @@ from support.text_bundle import text_checkpoint
 from support.token_rows import VOCAB, make_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from export.sources.tokenizer import folder_tokenizer, tokenizer_warnings
-from runtime.core.errors import BundleError
+from export.sources.tokenizer import UNREADABLE, folder_tokenizer, tokenizer_warnings
+from runtime.core.errors import BundleError, DataError
+from runtime.data.text_encoder import load_encoder
 
 LINES = ["the cat sat on the mat, the cats sat there 12 123", "Grüße, 你好 🙂\n\n x"] * 20
 PLAIN = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -156,19 +157,29 @@ def test_what_is_odd_is_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "said", "is_read"),
     [
-        ({"dropout": 0.5}, "dropout = 0.5 in tokenizer.json draws other tokens each time"),
-        ({"vocab": {"a": 0, "b": 1, "c": 1}}, "'b' and 'c' have one number, 1"),
+        ({"dropout": 0.5}, "dropout = 0.5 in tokenizer.json draws other tokens each time", False),
+        ({"vocab": {"a": 0, "b": 1, "c": 1}}, "'b' and 'c' in tokenizer.json have one num", True),
     ],
 )
 def test_a_vocabulary_whose_tokens_are_left_to_chance_is_a_warning(
-    change: dict[str, object], said: str
+    change: dict[str, object], said: str, is_read: bool, tmp_path: Path
 ) -> None:
-    whole = json.loads(make_tokenizer().to_str())
+    whole = json.loads(Tokenizer(models.BPE({"a": 0, "b": 1}, [])).to_str())
     whole["model"] |= change
-    (warning,) = tokenizer_warnings({"tokenizer.json": json.dumps(whole).encode()}, VOCAB)
-    assert "the tokenizer cannot be read, nor any text" in warning and said in warning
+    files = {"tokenizer.json": json.dumps(whole), "tokenizer_config.json": '{"eos_token": "a"}'}
+    (warning,) = tokenizer_warnings({name: text.encode() for name, text in files.items()}, VOCAB)
+    assert said in warning
+    assert warning.startswith(UNREADABLE) != is_read
+    (tmp_path / "tokenizer").mkdir()
+    for name, text in files.items():
+        (tmp_path / "tokenizer" / name).write_text(text)
+    if is_read:  # as in an export, also where texts are read
+        assert load_encoder(tmp_path).encode("bca") == [1, 1, 0]
+        return
+    with pytest.raises(DataError, match="cannot be read"):
+        load_encoder(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,8 @@ def test_settings_follow_from_tensors_and_configuration(
         lora_of(configured(folder, target_modules="all-linear", new_option=[]), bundle.manifest)
         == expected
     )
+    plain = lora_of(configured(folder, use_rslora=None), bundle.manifest)  # which states nothing
+    assert plain is not None and not plain.rslora
     found = lora_of(configured(theirs("mlx"), num_layers=16), bundle.manifest)
     assert found is not None and (found.layers, found.targets) == (1, targets)
     assert np.isclose(found.scale, expected.scale, rtol=1e-12) and not found.rslora
