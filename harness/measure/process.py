@@ -106,7 +106,7 @@ def _follow(child: subprocess.Popen[bytes], reader: int) -> tuple[str, bool]:
 
 
 def parted(before: str, text: str) -> tuple[str, str]:
-    """What of a process's stderr is passed on, and what follows: its error, as far as it is there.
+    """Part a process's stderr into the text to pass on, and the error that follows, if one does.
 
     `before` is the character before `text`.
     """

@@ -161,7 +161,7 @@ class _Place:
         return f"mark{self.at}{'call' * self.is_in_calls}-{self.key}."
 
     def named(self, messages: Messages) -> str:
-        """What it is, for the report."""
+        """The words for it in the report."""
         if self.is_in_calls:
             return f"{self.key!r} in a tool call"
         if self.key == "content":

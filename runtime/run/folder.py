@@ -50,15 +50,7 @@ from runtime.run.team import WORKERS, Speeds
 from runtime.run.trackers import OF_TRACKERS
 from runtime.storage.checksums import CHECKSUMS, Checksums
 from runtime.storage.logs import Log
-from runtime.storage.saves import (
-    CONFIG,
-    SAVES,
-    SLOTS,
-    Saves,
-    State,
-    another_run,
-    other_ways,
-)
+from runtime.storage.saves import CONFIG, SAVES, SLOTS, Saves, State, another_run, other_ways
 
 T = TypeVar("T")
 D = TypeVar("D")
