@@ -63,7 +63,8 @@ def test_logits_and_gradients_are_mlx_lms(rng: Rng, changes: dict[str, object]) 
     for name in expected.keys() & found.keys():
         if "embed_tokens" not in name:
             error = mx.linalg.norm(found[name] - expected[name])
-            assert error <= 1e-4 * mx.linalg.norm(expected[name]) + 1e-7, name
+            # a layer's scalar has a sum over all its values, whose terms cancel
+            assert error <= 1e-4 * mx.linalg.norm(expected[name]) + 1e-6, name
     assert expected.keys() - found.keys() == whole_tensors(ours).keys()
 
 
