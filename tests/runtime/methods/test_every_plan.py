@@ -131,7 +131,8 @@ def test_gradients_are_autograds_under_every_plan(
         ]
         loss, expected = reference.gradients(model, flat, places)
         assert result.loss.loss_sum / result.loss.scored_tokens == pytest.approx(loss, rel=CLOSE)
-        agree(kept.found, expected)
+        # the gradient of decays is a sum whose terms cancel, in float32 on both sides
+        agree(kept.found, expected, 2 * CLOSE if family == "qwen3_5" else CLOSE)
 
 
 # forwards are those of MeBP, see above
