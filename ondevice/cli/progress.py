@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 LINE_STEPS = 10  # a line of text comes at each multiple of so many steps
 LINE_SECONDS = 60.0  # and earlier, once so many seconds of training have passed without one
 ESTIMATE_STEPS = 3  # after so many steps of a process, the time of all is estimated
-BYTES_FROM = 1_000_000  # a task with a total this large counts bytes; others count items
-ROWS = ("tokenizing ", "reading ", "comparing")  # but for these, which count rows
+# the units of tasks by their first words; every other task counts bytes, and is shown as "weights"
+UNITS = {
+    "tokenizing": "row", "reading": "row", "evaluating": "row", "comparing": "row",
+    "replaying": "step", "graphs": "graph",
+}  # fmt: skip
 
 
 @contextmanager
-def task_bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Yields show(task, done, total), which shows one task at a time; it is gone at the end.
-
-    Tasks that count bytes are all shown as "weights".
-    """
+def task_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Yields show(task, done, total), which shows one task at a time; it is gone at the end."""
 
     def show(task: str, done: int, total: int) -> None:
-        if total >= BYTES_FROM and not task.startswith(ROWS):
-            said = f"weights: {format_bytes(done)} of {format_bytes(total)}"
+        if unit := UNITS.get(task.split()[0]):
+            said = f"{task}: {unit} {done:,} of {total:,}"
         else:
-            said = f"{task}: {'row' if task.startswith(ROWS) else unit} {done:,} of {total:,}"
+            said = f"weights: {format_bytes(done)} of {format_bytes(total)}"
         screen.progress([said], done / max(1, total))
 
     try:

@@ -19,7 +19,7 @@ def run_export(arguments: argparse.Namespace) -> None:
     set_up(keep_heap=False)
     from ondevice.api.bundles import export
 
-    with task_bar("step") as progress:
+    with task_bar() as progress:
         done = export(config, progress, note)
     text = (
         f"{done.bundle}: {format_bytes(done.weights_bytes)} of weights "

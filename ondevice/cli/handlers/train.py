@@ -30,7 +30,7 @@ def run_plan(arguments: argparse.Namespace) -> None:
     from ondevice.cli.describe import describe_plan
     from runtime.run.start import show_plan
 
-    with task_bar("row"), step_bar():  # the plan counts what training loads
+    with task_bar(), step_bar():  # the plan counts what training loads
         plan = show_plan(config, note).to_json()
     if arguments.json:
         print_json(plan, indent=1)
@@ -47,7 +47,7 @@ def run_data(arguments: argparse.Namespace) -> None:
 
     config = configuration(DataConfig, arguments)
     bundle = open_bundle(config.bundle)
-    with task_bar("row") as progress:
+    with task_bar() as progress:
         overview = confined_overview(config, progress)
     buckets = bundle.manifest.buckets
     first = next(iter(overview.reports.values()))
@@ -110,7 +110,7 @@ def run_train(arguments: argparse.Namespace) -> None:
         if not quiet:
             note(describe_fit(facts))
 
-    with task_bar("row") as evaluation, step_bar() as step:
+    with task_bar() as evaluation, step_bar() as step:
         events = Events(
             plan=open_with,
             note=note,
@@ -183,7 +183,7 @@ def run_replay(arguments: argparse.Namespace) -> None:
     if config.output is None and output.is_symlink():
         raise UsageError(f"{output} is a symbolic link; name a folder by --output")
     initial = None if config.initial is None else Path(config.initial)
-    with task_bar("step") as progress:
+    with task_bar() as progress:
         result = replay(run, output, config.bundle, initial, progress)
     text = f"{result.output}: {result.steps} steps from a log of {result.log_bytes} bytes"
     if result.best_step is not None:

@@ -35,7 +35,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     from runtime.run.evaluate import run_eval
     from runtime.run.results import Events
 
-    with tempfile.TemporaryDirectory() as scratch, task_bar("row") as progress:
+    with tempfile.TemporaryDirectory() as scratch, task_bar() as progress:
         result = run_eval(config, Path(scratch), Events(evaluation=progress, note=note))
     if not speaks():
         return
@@ -59,7 +59,7 @@ def _eval_beside_source(config: EvalConfig, as_json: bool) -> None:
     """Compare the bundle's predictions with those of the checkpoint that it came from."""
     from ondevice.api.use import beside_source
 
-    with task_bar("block") as progress:
+    with task_bar() as progress:
         quality = beside_source(config, progress, note)
     show(quality, quality.describe(), as_json)
 
@@ -223,7 +223,7 @@ def run_fuse(arguments: argparse.Namespace) -> None:
     from ondevice.api.fusing import fuse_as
     from ondevice.cli.describe import describe_fusing
 
-    with task_bar("row") as progress:
+    with task_bar() as progress:
         result = fuse_as(config, progress, note)
     count = result.adapted_matrices
     added = f" with {count} adapted matrices" if count else ""

@@ -69,9 +69,11 @@ def test_where_no_terminal_is_long_work_is_told_in_lines(monkeypatch: pytest.Mon
         *[("tokenizing a: b.jsonl", done * 10**6, 10**7, 25.0) for done in range(1, 4)],
         ("evaluating (before)", 1, 2, 100.0),  # the time is that of what comes after it
         ("evaluating (50)", 1, 2, 100.0),
-        ("evaluating (50)", 2, 2, 1.0),
+        ("evaluating (50)", 2, 2, 100.0),
+        ("replaying", 1, 2_000_000, 100.0),
+        ("replaying", 1_000_000, 2_000_000, 1.0),
     ]
-    with contextlib.redirect_stderr(io.StringIO()) as pipe, task_bar("step") as show:
+    with contextlib.redirect_stderr(io.StringIO()) as pipe, task_bar() as show:
         for task, done, total, seconds in work:
             show(task, done, total)
             clock[0] += seconds
@@ -79,7 +81,8 @@ def test_where_no_terminal_is_long_work_is_told_in_lines(monkeypatch: pytest.Mon
         "weights: 4 MB of 10 MB",
         "weights: 7 MB of 10 MB",
         "tokenizing a: b.jsonl: row 3,000,000 of 10,000,000",
-        "evaluating (50): step 2 of 2",
+        "evaluating (50): row 2 of 2",
+        "replaying: step 1,000,000 of 2,000,000",
     ]
 
 
@@ -150,7 +153,7 @@ def test_of_equal_warnings_a_command_says_the_first() -> None:
 
 def test_nothing_shares_the_line_of_progress() -> None:
     with shown_on() as terminal:
-        with task_bar("row") as evaluating, step_bar() as training:
+        with task_bar() as evaluating, step_bar() as training:
             training(step_of(1, **LONG), 3)
             screen.note("a warning")
             evaluating("evaluating (1)", 1, 2)
@@ -158,7 +161,7 @@ def test_nothing_shares_the_line_of_progress() -> None:
             training(step_of(2, **LONG), 3)
             assert terminal.lines[:2] == ["a warning", "step 1: loss 2"]
             assert terminal.lines[2].startswith(f"step 2 of 3, loss 12.346, {FOOTPRINT}")
-            evaluating("graphs", 500_000, 2_000_000)
+            evaluating("norm.weight", 500_000, 2_000_000)
             assert terminal.lines[2] == "[##        ] weights: 500 kB of 2 MB"
         screen.out("mebp: 3 steps")
         assert terminal.lines == ["a warning", "step 1: loss 2", "mebp: 3 steps", ""]
