@@ -197,7 +197,8 @@ def open_shards(folder: Path) -> tuple[list[SafetensorsFile], list[str]]:
     if not names:
         raise BundleError(f"{folder}: no model*.safetensors; {_without_weights(folder)}")
     if (whole := _read_alone(folder, weight_map, names)) is not None:
-        aside = ", ".join(name for name in names if name != _WHOLE)
+        others = [name for name in names if name != _WHOLE and (folder / name).exists()]
+        aside = ", ".join(others or [INDEX])
         return [whole], [f"{folder}: {_WHOLE} is read alone, as in transformers, without {aside}"]
     files: dict[str, SafetensorsFile] = {}
     for name in names:
