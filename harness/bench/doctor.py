@@ -44,7 +44,7 @@ _SYSTEM = re.compile(r"[^-]+-[\d.]+")  # of "Linux-6.1.0-18-amd64-x86_64-with-gl
 
 
 def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
-    outcomes = bench.in_turn(bundle, length, bench.ours(*USUAL))
+    outcomes = bench.in_turn(bundle, length, bench.variants(*USUAL))
     return {
         "variants": [measured_variant(variant, outcome) for variant, outcome in outcomes.items()]
     }
@@ -136,5 +136,5 @@ DOCTOR = Benchmark(
     _tables,
     ("weights are random, in the models' shapes; a step trains LoRA rank 8 on one row",),
     budgets=(SMALL, LARGE),
-    unused=("peers", "python", "plans", "compute_dtype"),
+    unused=("peers", "python", "compute_dtype"),
 )

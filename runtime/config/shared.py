@@ -303,17 +303,6 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
     )
     trainable: str | None = trainable_field()
     prefix_length: int | None = prefix_length_field()
-    plan: str = choice(
-        "budget",
-        "memory plan: fitted to the budget, or as in the MeBP paper, a whole layer dequantized at "
-        "once and full logits",
-        "budget",
-        "paper",
-        group=Group.MEMORY,
-    )
-    prefetch: bool = option(
-        True, "read the next block's weights while a block computes", group=Group.MEMORY
-    )
 
     @property
     def trains_prefix(self) -> bool:
@@ -340,11 +329,6 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
             for name, methods in OPTIONS_OF.items()
             if self.was_given(name) and self.method not in methods
         ]
-        if self.trains_all and self.was_given("plan"):
-            problems.append(
-                "plan has no effect with trainable full: tiles of the weights themselves are read "
-                "and written"
-            )
         if self.trains_prefix and (given := self.lora_flags):
             problems.append(
                 f"trainable prefix has no LoRA adapters: leave out {' and '.join(given)}, or give "

@@ -410,7 +410,7 @@ def test_a_run_of_another_version_is_refused_before_its_fields(
 
 
 FIELDS = {  # of the files of a run, and the versions that their formats then have
-    "run": (4, "4179d6f3d26a"),
+    "run": (5, "895aff7c0f76"),
     "save": (3, "9460c24a715a"),
 }
 
