@@ -96,14 +96,14 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 def describe_duration(config: BenchConfig, rate: float) -> str:
     """How long it takes, to say before it begins; `rate` is that of products, in FLOP/s."""
-    names = config.model_names or MODELS
+    names = config.model_names or DOCTOR.models
     known = [name for name in names if name in PRESETS]
     new = [name for name in known if not (Path(config.bundles) / name / MANIFEST).exists()]
     seconds = sum(sum(_weights(name)) / EXPORT_WEIGHTS_PER_S for name in new)
     seconds += sum(
         _seconds(name, length, rate, config.steps)
         for name in known
-        for length in config.lengths or (TOKENS,)
+        for length in config.lengths or DOCTOR.lengths
     )
     return (
         f"measuring {', '.join(names)} with random weights: about {format_seconds(seconds)}; "

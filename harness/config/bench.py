@@ -148,24 +148,8 @@ class DoctorConfig(Config):
     bench: bool = option(
         False,
         "also train three model shapes with random weights, and print the row that this machine "
-        "adds to a table of speeds and footprints",
+        "adds to a table of speeds and footprints (`ondevice bench doctor` takes other shapes)",
     )
-    bundles: str = option(
-        "bundles",
-        "with --bench: directory of the bundles, which are exported when first needed",
-        FILLED,
-        metavar="DIR",
-    )
-    models: str | None = option(
-        None,
-        "with --bench: other shapes than the usual three, named as for `ondevice bench`",
-        MODEL_NAMES,
-        metavar="NAMES",
-    )
-    seq_lens: str | None = option(
-        None, "with --bench: tokens per row (default: 256)", LENGTHS, metavar="N,N,..."
-    )
-    output: str = option("doctor.json", "with --bench: JSON file to write", FILLED, metavar="FILE")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ def run_doctor(arguments: argparse.Namespace) -> None:
     if not arguments.json:
         out(f"\n{report['verdict']}")
     if config.bench:
-        report |= _bench(config, checked, arguments.json)
+        report |= _bench(checked, arguments.json)
     if arguments.json:
         print_json(report)
     broken = [finding.name for finding in checked if finding.status is Status.BROKEN]
@@ -83,26 +83,18 @@ def run_doctor(arguments: argparse.Namespace) -> None:
         raise OnDeviceError(f"broken: {', '.join(broken)}; the lines above say what to do")
 
 
-def _bench(config: DoctorConfig, checked: list[Finding], quiet: bool) -> dict[str, Any]:
+def _bench(checked: list[Finding], quiet: bool) -> dict[str, Any]:
     """Measure the row; returns it and its report for JSON."""
     from harness.bench.bench import bench, to_text
     from harness.bench.doctor import describe_duration, markdown
     from harness.doctor.doctor import products_flops
 
-    settings = BenchConfig(
-        name="doctor",
-        bundles=config.bundles,
-        models=config.models,
-        seq_lens=config.seq_lens,
-        steps=2,
-        repeats=1,
-        output=config.output,
-    )
+    settings = BenchConfig(name="doctor", steps=2, repeats=1, output="doctor.json")
     note(describe_duration(settings, products_flops(checked)))
     report = bench(settings, note)
     row = markdown(report)
     if not quiet:
-        out(f"\n{to_text(report)}\n\nthe row to send ({config.output} has all of it):\n")
+        out(f"\n{to_text(report)}\n\nthe row to send ({settings.output} has all of it):\n")
         out(row, is_data=True)
     return {"bench": report, "row": row}
 
