@@ -22,7 +22,6 @@ from runtime.config.base import (
     expanded,
     is_size,
     option,
-    required,
 )
 
 _SMALLEST = re.compile(r"(?:(?P<times>[0-9]{1,4}(?:\.[0-9]+)?)x)?min")
@@ -77,7 +76,9 @@ class BenchConfig(Config):
 
     positional = "name"
 
-    name: str = required("benchmark, such as mebp-table2; without a name, all are listed", "NAME")
+    name: str = option(
+        "", "benchmark, such as mebp-table2; without a name, all are listed", metavar="NAME"
+    )
     bundles: str = option(
         "bundles", "directory of the bundles, which are exported when first needed", FILLED
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from export.config.export import TrustConfig
 from harness.config.bench import BenchConfig, DoctorConfig
-from ondevice.cli.handlers.common import configuration, print_json, set_up, show
+from ondevice.cli.handlers.common import print_json, set_up, show
 from ondevice.cli.screen import note, out
 from runtime.config.base import Check, Config, option
 from runtime.core.errors import OnDeviceError, UsageError
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from harness.doctor.finding import Finding
 
 
-def run_trust(arguments: argparse.Namespace) -> None:
+def run_trust(config: TrustConfig, as_json: bool) -> None:
     """Let a bundle's own graphs run."""
-    config = configuration(TrustConfig, arguments)
     from ondevice.cli.describe import describe_trust
     from runtime.bundle.store import open_bundle
     from runtime.bundle.trusted import are_trusted, trust_graphs
@@ -47,7 +46,7 @@ def run_trust(arguments: argparse.Namespace) -> None:
         trust_graphs(manifest, f"trusted by ondevice trust {bundle.path}")
     facts = {"graphs": len(manifest.graphs), "trusted_before": known}
     text = f"{bundle.path}: its graphs {'could run already' if known else 'run from now on'}"
-    show({"bundle": str(bundle.path), **facts}, text, arguments.json)
+    show({"bundle": str(bundle.path), **facts}, text, as_json)
 
 
 def _ask(question: str) -> None:
@@ -59,24 +58,23 @@ def _ask(question: str) -> None:
         raise UsageError("not trusted: nothing was changed")
 
 
-def run_doctor(arguments: argparse.Namespace) -> None:
+def run_doctor(config: DoctorConfig, as_json: bool) -> None:
     """Check this machine, and measure a row of the table."""
-    config = configuration(DoctorConfig, arguments)
     from harness.doctor.doctor import findings, verdict
     from harness.doctor.finding import Status
 
     checked: list[Finding] = []
     for finding in findings():
         checked.append(finding)
-        if not arguments.json:
+        if not as_json:
             out(finding.line())
     facts = [asdict(finding) for finding in checked]
     report: dict[str, Any] = {"verdict": verdict(checked), "findings": facts}
-    if not arguments.json:
+    if not as_json:
         out(f"\n{report['verdict']}")
     if config.bench:
-        report |= _bench(checked, arguments.json)
-    if arguments.json:
+        report |= _bench(checked, as_json)
+    if as_json:
         print_json(report)
     broken = [finding.name for finding in checked if finding.status is Status.BROKEN]
     if broken:
@@ -118,11 +116,10 @@ class CompletionConfig(Config):
     )
 
 
-def run_completion(arguments: argparse.Namespace) -> None:
+def run_completion(config: CompletionConfig, as_json: bool) -> None:
     """Print a script by which a shell completes commands and options."""
-    config = configuration(CompletionConfig, arguments)
     script = script_of(config.shell)
-    show({"shell": config.shell, "script": script}, script, arguments.json, is_data=True)
+    show({"shell": config.shell, "script": script}, script, as_json, is_data=True)
 
 
 def script_of(shell: str) -> str:

@@ -110,7 +110,13 @@ def test_every_problem_is_listed_at_once() -> None:
     assert "did you mean max_seq_length?" in message
     assert "lr_schedule is 'sine'; it must be constant, linear or cosine" in message
     assert "steps is -3; it must be 1 or more" in message
-    for name in ("bundle is missing", "data is missing", "budget", "learning_rate", "eval_every"):
+    for name in (
+        "BUNDLE is missing",
+        "--data DATA is missing",
+        "budget",
+        "learning_rate",
+        "eval_every",
+    ):
         assert name in message
     assert len(message.splitlines()) == 1 + len(wrong) + 2
 
