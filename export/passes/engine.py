@@ -204,7 +204,7 @@ class ExportEngine:
         process = machine.process_bytes + spare_bytes
         larger = msgspec.structs.replace(machine, process_bytes=process)
         bucket = choose_bucket(manifest, max(len(row.tokens) - 1 for row in rows))
-        request = Request(bucket, layout="whole", prefetch=False)
+        request = Request(bucket, keeps=False, prefetch=False)
         plan = Planner(manifest, larger).plan(Task(request, FORWARD), self.budget_bytes)
         return open_session(bundle, plan, None if reader is None else RowWeights(manifest, reader))
 

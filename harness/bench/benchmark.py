@@ -17,7 +17,6 @@ from typing import Any
 
 from harness.config.bench import BenchConfig, times_smallest
 from harness.measure.bundles import bundle_of, smallest_megabytes
-from harness.measure.provenance import memory_bytes
 from harness.measure.repeats import Outcome, Process, figures, in_turn, reason
 from harness.measure.training import measure_training
 from harness.report.chart import Chart
@@ -32,17 +31,16 @@ NOT_PUBLISHED = "not in the paper"
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train: a method under a plan; `budget` is empty where the plan is the paper's."""
+    """One way to train: a method under a budget."""
 
     method: str
-    plan: str
     budget: str
     compute_dtype: str = "float32"
 
     @property
     def label(self) -> str:
         dtype = "" if self.compute_dtype == "float32" else f", {self.compute_dtype}"
-        return "paper's plan" if self.plan == "paper" else f"our plan, {self.budget}{dtype}"
+        return f"{self.budget}{dtype}"
 
     @property
     def name(self) -> str:
@@ -80,27 +78,16 @@ class Bench:
                 yield _without(private, row)
 
     def variants(self, *methods: str) -> list[Variant]:
-        """Every method under every plan of `--plans`, plan by plan."""
-        paper = [Variant(method, "paper", "") for method in methods]
-        plans = {"budget": self.ours(*methods), "paper": paper}
-        return [variant for plan in self.config.plan_names for variant in plans[plan]]
-
-    def ours(self, *methods: str) -> list[Variant]:
-        """Every method under our plan, budget by budget, in every type of products."""
+        """Every method, budget by budget, in every type of products."""
         return [
-            Variant(method, "budget", budget, dtype)
+            Variant(method, budget, dtype)
             for budget in self.budgets
             for method in methods
             for dtype in self.config.compute_dtypes
         ]
 
     def budget(self, bundle: Path, length: int, variant: Variant) -> str:
-        """The budget that a variant trains under, as a size.
-
-        The paper's plan does not depend on the budget, so its budget is the machine's memory.
-        """
-        if variant.plan == "paper":
-            return str(memory_bytes())
+        """The budget that a variant trains under, as a size."""
         times = times_smallest(variant.budget)
         if times is None:
             return variant.budget
@@ -135,7 +122,6 @@ class Bench:
             "bundle": str(bundle),
             "data": f"random:{self.config.seed}",
             "method": variant.method,
-            "plan": variant.plan,
             "budget": self.budget(bundle, length, variant),
             "compute_dtype": variant.compute_dtype,
             "max_seq_length": length,

@@ -48,7 +48,7 @@ def spaced_budgets(
 
 def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
     variants = [
-        Variant(method, "budget", budget, dtype)
+        Variant(method, budget, dtype)
         for method in USUAL
         for dtype in bench.config.compute_dtypes
         for budget in bench.budgets
@@ -221,5 +221,5 @@ CURVE = Benchmark(
     ),
     _pictures,
     budgets=(),
-    unused=("peers", "python", "plans"),
+    unused=("peers", "python"),
 )

@@ -44,7 +44,7 @@ _SYSTEM = re.compile(r"[^-]+-[\d.]+")  # of "Linux-6.1.0-18-amd64-x86_64-with-gl
 
 
 def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
-    outcomes = bench.in_turn(bundle, length, bench.ours(*USUAL))
+    outcomes = bench.in_turn(bundle, length, bench.variants(*USUAL))
     return {
         "variants": [measured_variant(variant, outcome) for variant, outcome in outcomes.items()]
     }
@@ -96,14 +96,14 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 def describe_duration(config: BenchConfig, rate: float) -> str:
     """How long it takes, to say before it begins; `rate` is that of products, in FLOP/s."""
-    names = config.model_names or MODELS
+    names = config.model_names or DOCTOR.models
     known = [name for name in names if name in PRESETS]
     new = [name for name in known if not (Path(config.bundles) / name / MANIFEST).exists()]
     seconds = sum(sum(_weights(name)) / EXPORT_WEIGHTS_PER_S for name in new)
     seconds += sum(
         _seconds(name, length, rate, config.steps)
         for name in known
-        for length in config.lengths or (TOKENS,)
+        for length in config.lengths or DOCTOR.lengths
     )
     return (
         f"measuring {', '.join(names)} with random weights: about {format_seconds(seconds)}; "
@@ -136,5 +136,5 @@ DOCTOR = Benchmark(
     _tables,
     ("weights are random, in the models' shapes; a step trains LoRA rank 8 on one row",),
     budgets=(SMALL, LARGE),
-    unused=("peers", "python", "plans", "compute_dtype"),
+    unused=("peers", "python", "compute_dtype"),
 )

@@ -171,5 +171,5 @@ GENERATION = Benchmark(
         "--python VENV/bin/python names an interpreter that has llama_cpp",
     ),
     budgets=("120MB", "1.5GB"),
-    unused=("peers", "models", "seq_lens", "plans", "compute_dtype", "steps", "seed"),
+    unused=("peers", "models", "seq_lens", "compute_dtype", "steps", "seed"),
 )

@@ -58,7 +58,7 @@ KEPT = ("step_s", "peak_footprint_bytes", "peak_rss_bytes", "predicted_peak_byte
 
 
 def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
-    variants = bench.ours(*USUAL)
+    variants = bench.variants(*USUAL)
     runs = {variant.name: partial(_process, bench, bundle, length, variant) for variant in variants}
     speeds = json.loads(ondevice("probe", module="harness.bench.probe_process"))["speeds"]
     outcomes = in_turn(runs, bench.config.repeats, bench.note)
@@ -199,5 +199,5 @@ MACHINE = Benchmark(
     ),
     budgets=BUDGETS,
     facts=measured_machine,
-    unused=("peers", "python", "plans", "compute_dtype"),
+    unused=("peers", "python", "compute_dtype"),
 )

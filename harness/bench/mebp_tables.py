@@ -1,8 +1,4 @@
-"""The MeBP paper's Tables 2 and 4: seconds and peak footprint of a step, ours beside the paper's.
-
-Each method runs under our plan and under the paper's plan (a whole layer dequantized at once, full
-logits) on this machine.
-"""
+"""The MeBP paper's Tables 2 and 4: seconds and peak footprint of a step, ours and its."""
 
 from __future__ import annotations
 
@@ -37,8 +33,6 @@ NOTES = (
     "peak: the footprint of the whole process, the largest of its repeats; kernel peak: VmHWM on "
     "Linux, which counts file pages too and so is an upper bound; low-high: the range of all timed "
     "steps, or of the ratios of all turns",
-    "the paper's plan: a layer dequantized at once, all scores and logits; its budget is this "
-    "machine's memory, as it has nothing to choose",
 )
 
 
@@ -118,37 +112,27 @@ def _published(model: str, length: int, method: str) -> dict[str, float] | None:
 
 
 def _ratios(outcomes: dict[Variant, Outcome]) -> list[dict[str, Any]]:
-    """Each method over those after it under each plan, and the paper's plan over each of ours."""
-
-    def ratio(name: str, over: Variant, under: Variant, methods: Sequence[str]) -> dict[str, Any]:
-        return {
-            "what": name,
-            "methods": list(methods),
+    """Each method over those after it, under each budget."""
+    return [
+        {
+            "what": f"{over.method} / {under.method}, {over.label}",
+            "methods": [over.method, under.method],
             "step_s": time_ratio(outcomes[over], outcomes[under]),
             "peak_footprint": peak_ratio(outcomes[over], outcomes[under]),
         }
-
-    ratios = []
-    for a, b in combinations(outcomes, 2):
-        if a.label == b.label:
-            methods = (a.method, b.method)
-            ratios.append(ratio(f"{a.method} / {b.method}, {a.label}", a, b, methods))
-    for paper in outcomes:
-        for ours in outcomes:
-            if (paper.plan, ours.plan) == ("paper", "budget") and paper.method == ours.method:
-                name = f"{paper.label} / {ours.label}, {ours.method}"
-                ratios.append(ratio(name, paper, ours, ()))
-    return ratios
+        for over, under in combinations(outcomes, 2)
+        if over.label == under.label
+    ]
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
     steps = variants_table(
         "Seconds and peak footprint of a step",
-        ("method", "plan", "s/step", "low-high", "peak MB", "kernel peak MB", "predicted MB",
+        ("method", "budget", "s/step", "low-high", "peak MB", "kernel peak MB", "predicted MB",
          "paper: s", "MB"),
         rows,
         4,
-        lambda row, variant: (variant["method"], _plan(variant), *_step_cells(variant)),
+        lambda row, variant: (variant["method"], _budget(variant), *_step_cells(variant)),
     )  # fmt: skip
     ratios = [
         ("model", "tokens", "ratio", "s/step", "low-high", "peak MB", "smaller peak",
@@ -157,15 +141,15 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
     for row in rows:
         for ratio in row.get("ratios", ()):
             cells = (*around(ratio["step_s"], times), times(ratio["peak_footprint"]))
-            published = _published_ratio(row, *ratio["methods"]) if ratio["methods"] else ("", "")
+            published = _published_ratio(row, *ratio["methods"])
             ratios.append((*place(row), ratio["what"], *cells, _smaller(ratio), *published))
     return [steps, Table("Ratios", ratios, 3)]
 
 
-def _plan(variant: dict[str, Any]) -> str:
-    if variant["plan"] == "paper" or not variant["processes"] or variant["budget"] != "min":
+def _budget(variant: dict[str, Any]) -> str:
+    if not variant["processes"] or variant["budget"] != "min":
         return str(variant["name"]).partition(", ")[2]
-    return f"our plan, min ({variant['processes'][0]['budget_bytes'] / 1e6:.0f} MB)"
+    return f"min ({variant['processes'][0]['budget_bytes'] / 1e6:.0f} MB)"
 
 
 def _step_cells(variant: dict[str, Any]) -> Cells:
@@ -195,7 +179,7 @@ def _published_ratio(row: Row, *methods: str) -> tuple[str, str]:
 
 def _smaller(ratio: dict[str, Any]) -> str:
     """The method with the smaller peak, of a ratio of two methods."""
-    if not ratio["methods"] or ratio["peak_footprint"] is None:
+    if ratio["peak_footprint"] is None:
         return ""
     over, under = ratio["methods"]
     return str(under if ratio["peak_footprint"] >= 1 else over)

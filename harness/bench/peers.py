@@ -49,7 +49,7 @@ def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
         model,
         length,
         bench.config.steps,
-        bench.budget(bundle, length, *bench.ours(METHOD)),
+        bench.budget(bundle, length, *bench.variants(METHOD)),
         python,
         cores(),
         bench.runs,
@@ -177,5 +177,5 @@ PEERS = Benchmark(
         f"some of {', '.join(PROGRAMS)}",
     ),
     budgets=("400MB",),
-    unused=("plans", "seed"),
+    unused=("seed",),
 )

@@ -1,6 +1,6 @@
 """The options of `ondevice bench`, of `ondevice doctor`, which may measure too, and of `report`.
 
-Lists (models, lengths, plans, budgets, peers) are one text with commas, with each name once. If a
+Lists (models, lengths, budgets, peers) are one text with commas, with each name once. If a
 list is left out, the benchmark's default applies: in a paper's table, the paper's own list.
 """
 
@@ -22,10 +22,8 @@ from runtime.config.base import (
     expanded,
     is_size,
     option,
-    required,
 )
 
-PLANS = ("budget", "paper")
 _SMALLEST = re.compile(r"(?:(?P<times>[0-9]{1,4}(?:\.[0-9]+)?)x)?min")
 
 
@@ -50,13 +48,6 @@ def times_smallest(budget: str) -> float | None:
     return float(match["times"] or 1) if match else None
 
 
-def _of_two(first: str, second: str) -> Check:
-    return Check(
-        lambda text: _once(text) and {*_parts(text)} <= {first, second},
-        f"{first}, {second} or {first},{second}",
-    )
-
-
 MODEL_NAMES = Check(_once, "names, each once")
 LENGTHS = Check(_are_lengths, f"whole numbers from 1 to {MOST_TOKENS:,}, each once")
 _BUDGETS = Check(
@@ -69,6 +60,10 @@ _RUNS = Check(
     stored=ALL_FILLED.stored,
 )
 _PAGE = Check(lambda name: name.endswith(".html"), "a name that ends in .html", stored=expanded)
+_DTYPES = Check(
+    lambda text: _once(text) and {*_parts(text)} <= {"float32", "bfloat16"},
+    "float32, bfloat16 or float32,bfloat16",
+)
 _TIMED = Check(
     lambda value: 2 <= value <= MOST,
     f"2 or more, at most {MOST:,}: the first step of a process is not timed",
@@ -81,7 +76,9 @@ class BenchConfig(Config):
 
     positional = "name"
 
-    name: str = required("benchmark, such as mebp-table2; without a name, all are listed", "NAME")
+    name: str = option(
+        "", "benchmark, such as mebp-table2; without a name, all are listed", metavar="NAME"
+    )
     bundles: str = option(
         "bundles", "directory of the bundles, which are exported when first needed", FILLED
     )
@@ -91,23 +88,16 @@ class BenchConfig(Config):
     seq_lens: str | None = option(
         None, "tokens per row, as 128,256 (else the benchmark's own)", LENGTHS, metavar="N,N,..."
     )
-    plans: str = option(
-        "budget,paper",
-        "memory plans: budget (ours), paper (as MeBP's paper), or both",
-        _of_two(*PLANS),
-        metavar="NAMES",
-    )
     budget: str | None = option(
         None,
-        "budgets of our plan, as 1GB,min,2xmin; min: the smallest that fits (else the "
-        "benchmark's own)",
+        "budgets, as 1GB,min,2xmin; min: the smallest that fits (else the benchmark's own)",
         _BUDGETS,
         metavar="SIZE,SIZE,...",
     )
     compute_dtype: str = option(
         "float32",
-        "what our plan computes products in: float32, bfloat16 or float32,bfloat16",
-        _of_two("float32", "bfloat16"),
+        "what ours computes products in: float32, bfloat16 or float32,bfloat16",
+        _DTYPES,
         metavar="NAMES",
     )
     steps: int = option(3, "steps of each process; the first is not timed", _TIMED)
@@ -135,13 +125,8 @@ class BenchConfig(Config):
         return tuple(sorted(map(int, _parts(self.seq_lens)))) if self.seq_lens else ()
 
     @property
-    def plan_names(self) -> tuple[str, ...]:
-        """The memory plans, ours first."""
-        return tuple(name for name in PLANS if name in _parts(self.plans))
-
-    @property
     def compute_dtypes(self) -> tuple[str, ...]:
-        """What our plan computes products in, in order."""
+        """The types that ours computes products in, in order."""
         return _parts(self.compute_dtype)
 
     @property
@@ -164,24 +149,8 @@ class DoctorConfig(Config):
     bench: bool = option(
         False,
         "also train three model shapes with random weights, and print the row that this machine "
-        "adds to a table of speeds and footprints",
+        "adds to a table of speeds and footprints (`ondevice bench doctor` takes other shapes)",
     )
-    bundles: str = option(
-        "bundles",
-        "with --bench: directory of the bundles, which are exported when first needed",
-        FILLED,
-        metavar="DIR",
-    )
-    models: str | None = option(
-        None,
-        "with --bench: other shapes than the usual three, named as for `ondevice bench`",
-        MODEL_NAMES,
-        metavar="NAMES",
-    )
-    seq_lens: str | None = option(
-        None, "with --bench: tokens per row (default: 256)", LENGTHS, metavar="N,N,..."
-    )
-    output: str = option("doctor.json", "with --bench: JSON file to write", FILLED, metavar="FILE")
 
 
 @dataclass(frozen=True, kw_only=True)

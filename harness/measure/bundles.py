@@ -46,7 +46,7 @@ def bundle_of(folder: Path, model: str, lengths: Sequence[int], note: Note) -> P
 def smallest_megabytes(
     bundle: Path, method: str, length: int, compute_dtype: str = "float32"
 ) -> int:
-    """The smallest budget under which our plan trains in any process, in whole MB."""
+    """The smallest budget under which ours trains in any process, in whole MB."""
     flags = [f"--method={method}", f"--max-seq-length={length}", "--budget=1000TB", "--json"]
     flags.append(f"--compute-dtype={compute_dtype}")
     plan: dict[str, int] = json.loads(ondevice("plan", str(bundle), *flags))

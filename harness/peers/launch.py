@@ -37,7 +37,6 @@ class Program:
     module: str = ""
     flags: tuple[str, ...] = ()
     once: bool = False  # a step takes minutes: one process of a single step is enough
-    budget: str = ""  # in place of the benchmark's
 
     @property
     def as_it_comes(self) -> bool:
@@ -51,8 +50,6 @@ PROGRAMS = {
     "torch-float32": Program("PyTorch + PEFT, float32", TORCH, ("--dtype", "float32")),
     "torch-bfloat16": Program("PyTorch + PEFT, bfloat16", TORCH, ("--dtype", "bfloat16")),
     "mlx-lm-blas": Program("mlx-lm's LoRA trainer, float32, with our BLAS", MLX_LM, ("--prepare",)),
-    # its plan has nothing to choose, so a smaller budget would only refuse it
-    "paper": Program("ondevice train --plan paper", flags=("--plan=paper",), budget="1TB"),
     "mlx-lm": Program("mlx-lm's LoRA trainer, float32, as it comes", MLX_LM, once=_SLOW),
     "mlx-lm-4bit": Program(
         "mlx-lm's LoRA trainer, 4-bit base, with our BLAS",
@@ -92,7 +89,7 @@ class Setup:
         """
         program = PROGRAMS[name]
         with environment(self.threads, program.as_it_comes), other_load() as others:
-            measured = self._peer(program) if program.module else self._ours(program)
+            measured = self._peer(program) if program.module else self._ours()
         seconds = measured["step_s"]
         return {
             **measured,
@@ -101,20 +98,19 @@ class Setup:
             "other_cores": others.cores,
         }
 
-    def _ours(self, program: Program) -> dict[str, Any]:
+    def _ours(self) -> dict[str, Any]:
         """A run of `ondevice train`, as a user starts it."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             place = Path(folder) / "run"
             flags = (
                 "--data=random:0",
-                f"--budget={program.budget or self.budget}",
+                f"--budget={self.budget}",
                 f"--max-seq-length={self.tokens}",
                 f"--steps={self.steps}",
                 f"--learning-rate={LEARNING_RATE}",
                 f"--method={METHOD}",
                 f"--compute-dtype={self.compute_dtype}",
                 "--save-every=0",
-                *program.flags,
             )
             output = ondevice("train", str(self.bundle), *flags, f"--output={place}", "--json")
             summary = json.loads(output)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
 
-from runtime.config.base import Config
+from runtime.config.arguments import given
+from runtime.config.base import Config, load
 
 
 class CommandGroup(StrEnum):
@@ -45,9 +46,14 @@ class Command:
         return config
 
     def run(self, arguments: argparse.Namespace) -> None:
-        """Run the command by its handler."""
+        """Run the command by its handler, with its options, which are in a file and in flags."""
         module = import_module(f"ondevice.cli.handlers.{self.group.name.lower()}")
-        getattr(module, f"run_{self.name}")(arguments)
+        handler = getattr(module, f"run_{self.name}")
+        if self.resumes:
+            handler(arguments)
+        else:
+            config = load(self.config, arguments.config, given(arguments, self.config))
+            handler(config, arguments.json)
 
 
 COMMANDS = (

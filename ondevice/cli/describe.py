@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"  # as terminals understand it
 MARKS = ("\u27e6", "\u27e7")  # around scored text, where there are no colours
-ALL_VALUES = 1 << 40  # a tile of this many values or more is no tile
 
 
 def printable(value: object) -> str:
@@ -263,8 +262,6 @@ def _tiles(plan: dict[str, Any]) -> str:
         weights = "quantized weights multiplied as they are"
     elif plan["compiled"]:
         weights = "quantized weights multiplied where they lie"
-    elif plan["tile_values"] >= ALL_VALUES:
-        weights = "whole weight matrices"
     tiled = plan["compiled"] and not plan["context"]  # attention is compiled
     queries, width = BLOCK if tiled else plan["query_block"], plan["slice_columns"]
     return ", ".join(

@@ -19,9 +19,9 @@ all see. Every sum of products is taken in order, in float32.
 
 It takes windows, packed rows, grouped heads, prefixes, sinks, caps, and heads of any width. It runs
 where the plan multiplies weights where they lie (`Execution.compiled`), and so neither on a GPU,
-nor beside trained weights or slices of them, nor under the paper's plan, nor without LLVM: there,
-and with a cache of keys, attention is that of `attention_kernel` and `cached_attention_kernel`. The
-reference is `tests.oracles.whole_model.attention`.
+nor beside trained weights or slices of them, nor without LLVM: there, and with a cache of keys,
+attention is that of `attention_kernel` and `cached_attention_kernel`. The reference is
+`tests.oracles.whole_model.attention`.
 """
 
 from __future__ import annotations

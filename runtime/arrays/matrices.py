@@ -31,11 +31,10 @@ class Matrices:
 
     The keys of `tile_rows` are the offsets of matrices in weights.bin, and those of `tile_columns`
     the offsets of the matrices whose tiles have all rows; those of `stacked_rows` hold several
-    matrices of so many rows, and no tile has rows of two. Dequantized tiles are freed after use.
-    With `materialize_blocks` they stay until `release`, so that a whole block is dequantized at
-    once, as in the MeBP paper. Those in `materialized` stay for the whole run. Products are in
-    float32 unless others are given; those by `in_place` are with the packed weights in the map, and
-    so are those of `compiled` tiles if they are given.
+    matrices of so many rows, and no tile has rows of two. Dequantized tiles are freed after use,
+    but those in `materialized` stay for the whole run. Products are in float32 unless others are
+    given; those by `in_place` are with the packed weights in the map, and so are those of
+    `compiled` tiles if they are given.
     """
 
     weights: WeightSource
@@ -43,25 +42,19 @@ class Matrices:
     packed: bool
     tile_rows: Mapping[int, int]
     tile_columns: Mapping[int, int] = field(default_factory=dict)
-    materialize_blocks: bool = False
     profile: Profile = field(default_factory=Profile)
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
     other_products: Products | None = None
     in_place: PackedRows | None = None
     stacked_rows: Mapping[int, int] = field(default_factory=dict)
     compiled: MapTiles | None = None
-    _of_block: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
         """Rows start:stop of a matrix, or columns, read and dequantized."""
         key = (matrix.packed.offset, start, stop)
-        for known in (self._of_block, self.materialized):
-            if key in known:
-                return known[key]
-        ready = self._ready(matrix, start, stop, self.by_columns(matrix))
-        if self.materialize_blocks:
-            self._of_block[key] = ready
-        return ready
+        if key in self.materialized:
+            return self.materialized[key]
+        return self._ready(matrix, start, stop, self.by_columns(matrix))
 
     def part(self, matrix: Matrix, start: int, stop: int, by_columns: bool = False) -> ReadyTile:
         """Rows or columns of a matrix of which no tile stays dequantized."""
@@ -179,7 +172,3 @@ class Matrices:
     def reads(self, matrix: Matrix) -> bool:
         """Whether tiles of a matrix are read, because they do not stay dequantized."""
         return not any(matrix.packed.offset == offset for offset, _, _ in self.materialized)
-
-    def release(self) -> None:
-        """Free the tiles that `materialize_blocks` has left in memory."""
-        self._of_block.clear()

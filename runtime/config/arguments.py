@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from runtime.config.base import Config, Group, expanded, flag, type_of
+from runtime.config.base import Config, Group, expanded, flag, metavar, typed
 
 
 class Once(argparse.Action):
@@ -56,17 +56,12 @@ def add_arguments(
         )
         if setting.name == cls.positional:
             nargs = "*" if str(setting.type).startswith("tuple") else "?"
-            parser.add_argument(setting.name, nargs=nargs, metavar=_metavar(setting), **options)
-        elif setting.type == "tuple[str, ...]":
-            metavar = _metavar(setting)
-            place.add_argument(
-                *flags, dest=setting.name, metavar=metavar, action="append", **options
-            )
+            parser.add_argument(setting.name, nargs=nargs, metavar=metavar(setting), **options)
         elif setting.type in ("bool", "bool | None"):
             place.add_argument(*flags, action=_Switch, **options)
         else:
-            metavar = _metavar(setting)
-            place.add_argument(*flags, dest=setting.name, metavar=metavar, action=Once, **options)
+            options["action"] = "append" if setting.type == "tuple[str, ...]" else Once
+            place.add_argument(*flags, dest=setting.name, metavar=metavar(setting), **options)
     other = places[Group.OTHER]
     other.add_argument(
         "--config",
@@ -89,11 +84,10 @@ def usage(cls: type[Config]) -> str:
     """The usage line of a command: its required arguments, and [options]."""
     words: list[str] = []
     for setting in fields(cls):
-        name = f"{flag(setting.name)} {_metavar(setting)}"
         if setting.name == cls.positional:
-            words.insert(0, _metavar(setting))
+            words.insert(0, typed(cls, setting))
         elif setting.default is MISSING:
-            words.append(name)
+            words.append(typed(cls, setting))
     return " ".join([*words, "[options]"])
 
 
@@ -110,13 +104,9 @@ def _place(setting: Field[Any]) -> int:
     return 1 if setting.name == "output" else 2
 
 
-def _metavar(setting: Field[Any]) -> str:
-    return setting.metadata["metavar"] or type_of(setting).metavar
-
-
 def _help(setting: Field[Any]) -> str:
     text = str(setting.metadata["help"])
-    if setting.default is not MISSING and setting.default is not None:
+    if setting.default not in (MISSING, None, ""):
         text += f" (default: {_shown(setting.default)})"
     return text.replace("%", "%%")
 

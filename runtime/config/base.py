@@ -203,8 +203,7 @@ class Config:
 
     def was_given(self, name: str) -> bool:
         """Whether an option of this or a derived class has another value than its default."""
-        defaults = {setting.name: setting.default for setting in fields(self)}
-        return name in defaults and bool(getattr(self, name) != defaults[name])
+        return bool(getattr(self, name, None) != getattr(type(self), name, None))
 
 
 C = TypeVar("C", bound=Config)
@@ -224,7 +223,7 @@ def load(cls: type[C], file: Path | None, overrides: dict[str, Any]) -> C:
         if key not in known:
             from runtime.config.suggestions import unknown_key  # training need not hold its tables
 
-            problems.append(unknown_key(key, tuple(known), _command(cls)))
+            problems.append(unknown_key(key, tuple(known), f"ondevice {_command(cls)}"))
             continue
         values[key] = _plain(value)
         if isinstance(value, str) and key in overrides:
@@ -245,13 +244,14 @@ def to_toml(config: Config) -> str:
 def refuse(cls: type[Config], problems: list[str]) -> None:
     """Raise one UsageError that lists `problems`, if there are any."""
     if problems:
-        command = _command(cls)
-        raise UsageError("\n  ".join([f"{command} cannot run with these settings:", *problems]))
+        raise UsageError(
+            "\n  ".join([f"{_command(cls)} cannot run with these settings:", *problems])
+        )
 
 
 def _command(cls: type[Config]) -> str:
-    """The command of which a class holds the options, as it is typed."""
-    return f"ondevice {cls.__name__.removesuffix('Config').lower()}"
+    """The name of the command of which a class holds the options."""
+    return cls.__name__.removesuffix("Config").lower()
 
 
 class FieldType(NamedTuple):
@@ -309,6 +309,17 @@ def type_of(setting: Field[Any]) -> FieldType:
     return kind._replace(fits=lambda value: value is None or kind.fits(value))
 
 
+def metavar(setting: Field[Any]) -> str:
+    """The word that stands for an option's value in the help."""
+    return setting.metadata["metavar"] or type_of(setting).metavar
+
+
+def typed(cls: type[Config], setting: Field[Any]) -> str:
+    """An option as a command's usage has it: its flag, if it has one, and its value's word."""
+    flags = "" if setting.name == cls.positional else f"{flag(setting.name)} "
+    return flags + metavar(setting)
+
+
 def _plain(value: Any) -> Any:
     """A path as text, and a scalar of another library as Python's; others as they are."""
     if isinstance(value, Path):
@@ -340,7 +351,7 @@ def _problems(cls: type[Config], values: dict[str, Any]) -> list[str]:
     for setting in fields(cls):
         value, check = values.get(setting.name, setting.default), setting.metadata["check"]
         if value is MISSING:
-            problems.append(f"{setting.name} is missing ({setting.metadata['help']})")
+            problems.append(f"{typed(cls, setting)} is missing ({setting.metadata['help']})")
         elif not type_of(setting).fits(value) and not (
             _is_choice(setting) and isinstance(value, str)  # a name, which may mean one of them
         ):

@@ -324,6 +324,7 @@ _VALUE_ADVICE = {  # the same for values of our flags, or of their names there
         "qlora": "adapters are trained beside quantized weights by --trainable lora, the default",
         "freeze adalora ia3 vera loha lokr oft": _KINDS,
     },
+    "--method": {"lora qlora dora prefix full sft": _KINDS},
     "--optimizer": {
         "adafactor muon lion lion_8bit galore_adamw rmsprop adagrad adamw_8bit adamw_bnb_8bit "
         "paged_adamw_8bit paged_adamw_32bit": (

@@ -24,7 +24,7 @@ from runtime.config.base import (
     up_to,
 )
 from runtime.config.lora import LoraOptions, option_of
-from runtime.config.methods import METHODS, OPTIONS_OF
+from runtime.config.methods import METHODS, OBJECTIVES, OPTIONS_OF
 from runtime.config.zeroth_order import ZerothOrderOptions
 from runtime.core.units import parse_bytes
 
@@ -39,6 +39,7 @@ MOST_ROWS, MOST_BATCHES = 1024, 1 << 16  # of a step
 MOST_TOGETHER = 1 << 20  # the product of these and the queries: forward passes, and slots on disk
 STORED = ("lora", "full")  # the kinds of training for which bundles are exported
 TRAINABLE = (*STORED, "prefix")
+_IMPROVED = "; ".join(f"{name}, {entry.improves}" for name, entry in OBJECTIVES.items())
 USUAL_PREFIX = 5  # rows of a prefix: those of MeZO's paper
 FIELDS = (
     *("messages", "conversations", "tools", "system", "prompt", "completion", "text"),
@@ -186,7 +187,7 @@ def pack_field() -> Any:
     return option(
         False,
         "train on sequences of several short rows, of which none attends to another; they have the "
-        "bundle's length for --max-seq-length (default: its longest up to 256, or what rows need)",
+        "bundle's length for --max-seq-length, else its longest up to 256, or what rows need",
         group=Group.DATA,
     )
 
@@ -265,6 +266,13 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         *METHODS,
         group=Group.TRAINING,
     )
+    objective: str | None = choice(
+        None,
+        f"what training improves: {_IMPROVED} (default: {next(iter(OBJECTIVES))}); shares have no "
+        "gradient, are for zeroth-order methods, and need large batches",
+        *OBJECTIVES,
+        group=Group.TRAINING,
+    )
     compute_dtype: str = choice(
         "float32",
         "what products with frozen weights are computed in, with sums and all else in float32, "
@@ -303,17 +311,11 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
     )
     trainable: str | None = trainable_field()
     prefix_length: int | None = prefix_length_field()
-    plan: str = choice(
-        "budget",
-        "memory plan: fitted to the budget, or as in the MeBP paper, a whole layer dequantized at "
-        "once and full logits",
-        "budget",
-        "paper",
-        group=Group.MEMORY,
-    )
-    prefetch: bool = option(
-        True, "read the next block's weights while a block computes", group=Group.MEMORY
-    )
+
+    @property
+    def objective_name(self) -> str:
+        """The name of the objective that training improves."""
+        return self.objective or next(iter(OBJECTIVES))
 
     @property
     def trains_prefix(self) -> bool:
@@ -340,11 +342,6 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
             for name, methods in OPTIONS_OF.items()
             if self.was_given(name) and self.method not in methods
         ]
-        if self.trains_all and self.was_given("plan"):
-            problems.append(
-                "plan has no effect with trainable full: tiles of the weights themselves are read "
-                "and written"
-            )
         if self.trains_prefix and (given := self.lora_flags):
             problems.append(
                 f"trainable prefix has no LoRA adapters: leave out {' and '.join(given)}, or give "

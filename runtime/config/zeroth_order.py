@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.base import Config, Group, between, choice, option, up_to
-from runtime.config.methods import METHODS, OBJECTIVES
+from runtime.config.methods import METHODS
 
 SCALINGS, SCALED = ("parameter-norm", "gradient-norm"), ("variance", "expectation")
 _SEVERAL = {name: method.queries for name, method in METHODS.items() if method.queries > 1}
-_IMPROVED = "; ".join(f"{name}, {entry.improves}" for name, entry in OBJECTIVES.items())
 MOST_QUERIES = 4096  # of a step
 MOST_WINDOW, USUAL_WINDOW = 1000, 20  # estimates that momentum and Adam of MeZO average
 MOST_POOL, USUAL_POOL = 1 << 30, 4096  # directions of kzoo
@@ -30,13 +29,6 @@ class ZerothOrderOptions(Config):
         f"{', '.join(f'{count} with {name}' for name, count in _SEVERAL.items())}, else 1)",
         up_to(MOST_QUERIES),
         Group.ZEROTH_ORDER,
-    )
-    objective: str | None = choice(
-        None,
-        f"what training improves: {_IMPROVED} (default: {next(iter(OBJECTIVES))}); shares have no "
-        "gradient, are for zeroth-order methods, and need large batches",
-        *OBJECTIVES,
-        group=Group.TRAINING,
     )
     zo_optimizer: str | None = choice(
         None,
@@ -108,11 +100,6 @@ class ZerothOrderOptions(Config):
                 if getattr(self, name) is not None
             ]
         return problems
-
-    @property
-    def objective_name(self) -> str:
-        """The name of the objective that training improves."""
-        return self.objective or next(iter(OBJECTIVES))
 
     @property
     def zo_optimizer_name(self) -> str:

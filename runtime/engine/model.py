@@ -85,7 +85,6 @@ class Model:
             execution.packed,
             by_offset(execution.tile_rows),
             by_offset(execution.tile_columns),
-            self.lowered.materialize_blocks,
             self.profile,
             self.materialized,
             products,
@@ -424,8 +423,7 @@ class Model:
         return dx
 
     def release(self, block: Block) -> None:
-        """Free the block's mapped pages and its dequantized weights."""
-        self.matrices.release()
+        """Free the block's mapped pages."""
         self.weights.release(block)
 
     def read_ahead(self, block: Block) -> None:

@@ -148,7 +148,7 @@ class PeakModel:
             schedule = lowered.keeping[0].backward
             alive |= lowered.keeping[0].values
         peak = self._peak(lowered, schedule, alive)
-        return peak + self._materialized_block(lowered) + self.adapters.at_end(lowered, 1)
+        return peak + self.adapters.at_end(lowered, 1)
 
     def forward(self, index: int, lanes: int) -> int:
         """Peak bytes while `lanes` hidden states run through a block together."""
@@ -165,7 +165,6 @@ class PeakModel:
         if self.demand.backward and lowered.keeping:
             schedule = lowered.keeping[0].forward
         peak = self._peak(lowered, schedule, start, lanes)
-        peak += self._materialized_block(lowered)
         if lowered.head is not None:  # which counts what it dequantizes
             values, tensor = program.values, lowered.block.tensor
             call = Call(self.demand.backward, (), lanes, self.lowered.bucket, values, tensor)
@@ -218,7 +217,7 @@ class PeakModel:
         if keeping.backward:
             alive = given | {gradient_of(program.output), *keeping.values}
             peak = max(peak, self._peak(lowered, keeping.backward, alive))
-        return peak + self._materialized_block(lowered)
+        return peak
 
     def hole_beside_kept(self, kept: Sequence[int]) -> int:
         """The most unused bytes that an operation leaves if the last layers so keep values."""
@@ -366,20 +365,10 @@ class PeakModel:
 
     def materialized_bytes(self, index: int) -> int:
         """Bytes of a layer's weights as products take them, with the shifts of affine groups."""
-        block = self.manifest.blocks[index]
+        matrices = self.manifest.matrices_of(self.manifest.blocks[index])
         if self.execution.packed:
-            return sum(map(packed_bytes, self.manifest.matrices_of(block)))
-        return self._dequantized_bytes(block)
-
-    def _materialized_block(self, lowered: LoweredBlock) -> int:
-        """Bytes of the weights that stay dequantized while the block runs."""
-        if not self.lowered.materialize_blocks:
-            return 0
-        return self._dequantized_bytes(lowered.block)
-
-    def _dequantized_bytes(self, block: Block) -> int:
-        dtype = self.execution.value_dtype
-        return sum(materialized_bytes(each, dtype) for each in self.manifest.matrices_of(block))
+            return sum(map(packed_bytes, matrices))
+        return sum(materialized_bytes(each, self.execution.value_dtype) for each in matrices)
 
     @cached_property
     def largest_packed_bytes(self) -> int:

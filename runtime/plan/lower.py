@@ -39,9 +39,8 @@ class Sizes:
     `tile_values` bounds the values of a matrix that are dequantized at once, `attention_block` the
     queries whose attention scores exist at once. With `slices`, an MLP takes a slice of its width
     at a time, and backward, where most is in memory, matrices in it have at most `slice_values`
-    values (0: as `tile_values`). With `materialize_blocks`, dequantized weights stay until their
-    block is done. `chunk_rows` is how many rows of the vocabulary the head takes at once, 0 for as
-    many as `tile_values` allows.
+    values (0: as `tile_values`). `chunk_rows` is how many rows of the vocabulary the head takes at
+    once, 0 for as many as `tile_values` allows.
     `cache_bytes` limits MLX's own cache, where it has one. On a GPU a block's forward or backward,
     or each operation in it, can be one `evaluation`. With `in_place` tokens that are decoded are
     multiplied by the weights where they lie.
@@ -50,7 +49,6 @@ class Sizes:
     tile_values: int
     attention_block: int
     cache_bytes: int = 0
-    materialize_blocks: bool = False
     slices: bool = False
     chunk_rows: int = 0
     evaluation: Evaluation = "part"
@@ -115,7 +113,6 @@ class LoweredModel:
 
     blocks: tuple[LoweredBlock, ...]
     execution: Execution
-    materialize_blocks: bool
     first_adapted: int
     context: int = 0
 
@@ -218,7 +215,7 @@ def lower(
         threads,
     )
     first = manifest.first_adapted
-    return LoweredModel(blocks, execution, sizes.materialize_blocks, first, context)
+    return LoweredModel(blocks, execution, first, context)
 
 
 def lower_blocks(manifest: Manifest, sizes: Sizes, context: int = 0) -> tuple[LoweredBlock, ...]:

@@ -22,15 +22,15 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 class Request(msgspec.Struct, frozen=True):
     """The task of a plan, besides the method's demand and the machine.
 
-    `layout` is "budget", "paper" for the memory plan of the MeBP paper, or "whole" for MLPs that
-    are not sliced. With `context`, sequences of at most so many tokens are decoded, and
-    `bucket` is how many tokens a prompt's chunks have.
+    Without `keeps`, MLPs are not sliced, and no budget is spent to keep anything. With `context`,
+    sequences of at most so many tokens are decoded, and `bucket` is how many tokens a prompt's
+    chunks have.
     """
 
     bucket: int
     rows: int = 1
     accumulation: int = 1
-    layout: str = "budget"
+    keeps: bool = True
     prefetch: bool = True
     context: int = 0
 
@@ -65,7 +65,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     slice_values: Natural = 0  # of a matrix in a slice, backward; 0: as many as of any tile
     chunk_rows: Count
     evaluation: Evaluation = "part"
-    materialize_blocks: bool = msgspec.field(name="hold")  # each block whole, while it runs
     prefetch: bool
     lanes: Count  # hidden states that run through a block's forward together
     evaluation_lanes: Count
@@ -91,7 +90,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             self.tile_values,
             self.attention_block,
             self.cache_bytes,
-            self.materialize_blocks,
             self.slice_columns > 0,
             self.chunk_rows,
             self.evaluation,

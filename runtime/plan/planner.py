@@ -33,7 +33,6 @@ from runtime.plan.size_levels import (
     NARROW,
     OPERATIONS,
     PACKED,
-    PAPER,
     with_narrow_slices,
 )
 from runtime.storage.read_ahead import BUFFER_BYTES
@@ -76,7 +75,7 @@ class Planner:
         self._model: tuple[Task, Sizes, PeakModel] | None = None
 
     def plan(self, task: Task, budget_bytes: int) -> Plan:
-        """The plan that fits and is fastest, or on a GPU, and with `PAPER`, the most generous one.
+        """The plan that fits and is fastest, or on a GPU the most generous one.
 
         Raises:
             BudgetError: not even the most frugal one fits; the message has the numbers and a way
@@ -106,7 +105,7 @@ class Planner:
     ) -> Plan | None:
         """The fastest plan of these sizes that fits, or on a GPU the first; None if none does."""
         best, least = None, math.inf
-        spends = task.request.layout == "budget"
+        spends = task.request.keeps
         for level in levels:
             for lanes in task.demand.lanes:
                 spare = int(MARGIN * budget_bytes) - self._peak(task, level, lanes).nbytes
@@ -189,7 +188,6 @@ class Planner:
             slice_values=sizes.slice_values,
             chunk_rows=lowered.execution.chunk_rows,
             evaluation=sizes.evaluation,
-            materialize_blocks=sizes.materialize_blocks,
             prefetch=task.request.prefetch,
             lanes=lanes,
             evaluation_lanes=evaluation_lanes,
@@ -231,7 +229,7 @@ class Planner:
 
         def choices(sizes: Sizes) -> tuple[object, ...]:
             tiles = (sizes.tile_values, sizes.attention_block, sizes.slice_values)
-            return (*tiles, sizes.in_place, sizes.materialize_blocks, sizes.evaluation)
+            return (*tiles, sizes.in_place, sizes.evaluation)
 
         known = (BLOCK, *self._all_levels(task))
         levels = [level for level in known if choices(level) == choices(plan.sizes)]
@@ -284,12 +282,9 @@ class Planner:
         return last
 
     def _compiled(self, task: Task) -> bool:
-        """Whether compiled code multiplies: by weights that lie in a map, and stay as they are.
-
-        The MeBP paper's plan has a block dequantized.
-        """
+        """Whether compiled code multiplies: by weights that lie in a map, and stay as they are."""
         in_map = self.manifest.slice is None and not task.demand.trains_weights
-        return self.machine.llvm and in_map and task.request.layout != "paper"
+        return self.machine.llvm and in_map
 
     def _loads_weights(self, model: PeakModel) -> bool:
         """Whether weights can stay in memory as products take them: on a GPU also packed ones."""
@@ -359,14 +354,12 @@ class Planner:
         machine = self.machine
         if machine.device == "cpu" or not (machine.packed and known) or task.demand.trains_weights:
             return ()
-        return () if task.request.layout == "paper" else OPERATIONS
+        return OPERATIONS
 
     def _levels(self, task: Task) -> tuple[Sizes, ...]:
         """The sizes that a plan can choose, from generous to frugal."""
-        if task.request.layout == "paper":
-            return (PAPER,)
         levels = PACKED if self.machine.packed else LEVELS
-        if task.request.layout == "whole":
+        if not task.request.keeps:
             return tuple(replace(level, slices=False) for level in levels)
         narrows = task.demand.backward and not self.machine.packed
         return with_narrow_slices(levels) if narrows else levels

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from runtime.plan.lower import Sizes
 
-# MeBP as its paper describes it: a whole layer dequantized at once, all scores and all logits
-PAPER = Sizes(1 << 62, 1 << 30, 128_000_000, materialize_blocks=True)
 LEVELS = (
     Sizes(2 << 20, 64, 48_000_000, slices=True),
     Sizes(3 << 19, 64, 36_000_000, slices=True),

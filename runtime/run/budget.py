@@ -70,9 +70,7 @@ def training(config: StepConfig, manifest: Manifest, workers: int = 1) -> Task:
         bucket,
         config.batch_size,
         config.grad_accumulation,
-        # whole: each tile of weights is read once a step
-        "whole" if demand.trains_weights else config.plan,
-        config.prefetch,
+        keeps=not demand.trains_weights,  # each tile of weights is read once a step
     )
     return Task(request, demand)
 
@@ -164,7 +162,7 @@ def for_values(machine: Machine, manifest: Manifest, config: StepConfig) -> Mach
     if machine.compute_dtype == "float32":
         return machine
     on_gpu = machine.device == "gpu"
-    reason = _only_float32(manifest) if on_gpu else uncompiled(machine, manifest, config)
+    reason = _only_float32(manifest) if on_gpu else uncompiled(machine, manifest)
     if not reason:
         return machine
     if config.compute_dtype == "bfloat16":
@@ -182,15 +180,13 @@ def _only_float32(manifest: Manifest) -> str:
     return reason and f"it does not hold {reason}, which go from layer to layer on a GPU"
 
 
-def uncompiled(machine: Machine, manifest: Manifest, config: StepConfig) -> str:
+def uncompiled(machine: Machine, manifest: Manifest) -> str:
     """Why compiled code, which alone multiplies bfloat16 on a CPU, does not run; empty if it does.
 
     Some matrices may be in floating point, and are multiplied in float32.
     """
     if not machine.llvm:
         return "it is multiplied by compiled code, which the machine does not run"
-    if config.plan == "paper":
-        return "the paper's plan has whole layers dequantized to float32"
     if manifest.slice is not None:
         return "weights that workers send each other are dequantized to float32"
     if all(matrix.is_float for matrix in manifest.matrices.values()):

@@ -54,7 +54,7 @@ from runtime.storage.saves import CONFIG, SAVES, SLOTS, Saves, State, another_ru
 
 T = TypeVar("T")
 D = TypeVar("D")
-VERSION = 4  # of a run's files, which plan.json names; a save has one of its own
+VERSION = 5  # of a run's files, which plan.json names; a save has one of its own
 PLAN, METRICS = "plan.json", "metrics.jsonl"
 EVALUATIONS, OTHER_EVALUATIONS = "evaluations.json", "also-evaluated.json"
 SPEEDS = "speeds.json"

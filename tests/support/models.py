@@ -223,7 +223,7 @@ def model_of(
     compiled: bool = False,
 ) -> Model:
     """A model whose tiles are small and divide nothing; its weights are the bundle's by default."""
-    sizes = Sizes(tile_values, attention_block, 0, False, slices, chunk_rows)
+    sizes = Sizes(tile_values, attention_block, 0, slices, chunk_rows)
     packed = arithmetic == "packed"
     lowered = lower(bundle.manifest, bucket, sizes, packed, 0, compute_dtype, compiled)
     by = None

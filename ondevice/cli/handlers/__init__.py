@@ -1,1 +1,1 @@
-"""A module a group of commands: each checks its configuration, calls the work, and prints."""
+"""A module a group of commands: each calls the work and prints."""

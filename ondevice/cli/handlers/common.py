@@ -1,22 +1,11 @@
-"""Shared by the handlers: reading a configuration, setting the process up, and printing."""
+"""Shared by the handlers: setting the process up, and printing."""
 
 from __future__ import annotations
 
-import argparse
 import json
-from typing import TypeVar
 
 from ondevice.cli.screen import note, out
-from runtime.config.arguments import given
-from runtime.config.base import Config, load
 from runtime.core.notes import warning
-
-C = TypeVar("C", bound=Config)
-
-
-def configuration(cls: type[C], arguments: argparse.Namespace) -> C:
-    """The configuration that a command was given, in its file and its flags."""
-    return load(cls, arguments.config, given(arguments, cls))
 
 
 def set_up(keep_heap: bool = True) -> None:

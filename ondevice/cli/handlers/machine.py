@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from export.config.export import TrustConfig
 from harness.config.bench import BenchConfig, DoctorConfig
-from ondevice.cli.handlers.common import configuration, print_json, set_up, show
+from ondevice.cli.handlers.common import print_json, set_up, show
 from ondevice.cli.screen import note, out
 from runtime.config.base import Check, Config, option
 from runtime.core.errors import OnDeviceError, UsageError
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from harness.doctor.finding import Finding
 
 
-def run_trust(arguments: argparse.Namespace) -> None:
+def run_trust(config: TrustConfig, as_json: bool) -> None:
     """Let a bundle's own graphs run."""
-    config = configuration(TrustConfig, arguments)
     from ondevice.cli.describe import describe_trust
     from runtime.bundle.store import open_bundle
     from runtime.bundle.trusted import are_trusted, trust_graphs
@@ -47,7 +46,7 @@ def run_trust(arguments: argparse.Namespace) -> None:
         trust_graphs(manifest, f"trusted by ondevice trust {bundle.path}")
     facts = {"graphs": len(manifest.graphs), "trusted_before": known}
     text = f"{bundle.path}: its graphs {'could run already' if known else 'run from now on'}"
-    show({"bundle": str(bundle.path), **facts}, text, arguments.json)
+    show({"bundle": str(bundle.path), **facts}, text, as_json)
 
 
 def _ask(question: str) -> None:
@@ -59,50 +58,41 @@ def _ask(question: str) -> None:
         raise UsageError("not trusted: nothing was changed")
 
 
-def run_doctor(arguments: argparse.Namespace) -> None:
+def run_doctor(config: DoctorConfig, as_json: bool) -> None:
     """Check this machine, and measure a row of the table."""
-    config = configuration(DoctorConfig, arguments)
     from harness.doctor.doctor import findings, verdict
     from harness.doctor.finding import Status
 
     checked: list[Finding] = []
     for finding in findings():
         checked.append(finding)
-        if not arguments.json:
+        if not as_json:
             out(finding.line())
     facts = [asdict(finding) for finding in checked]
     report: dict[str, Any] = {"verdict": verdict(checked), "findings": facts}
-    if not arguments.json:
+    if not as_json:
         out(f"\n{report['verdict']}")
     if config.bench:
-        report |= _bench(config, checked, arguments.json)
-    if arguments.json:
+        report |= _bench(checked, as_json)
+    if as_json:
         print_json(report)
     broken = [finding.name for finding in checked if finding.status is Status.BROKEN]
     if broken:
         raise OnDeviceError(f"broken: {', '.join(broken)}; the lines above say what to do")
 
 
-def _bench(config: DoctorConfig, checked: list[Finding], quiet: bool) -> dict[str, Any]:
+def _bench(checked: list[Finding], quiet: bool) -> dict[str, Any]:
     """Measure the row; returns it and its report for JSON."""
     from harness.bench.bench import bench, to_text
     from harness.bench.doctor import describe_duration, markdown
     from harness.doctor.doctor import products_flops
 
-    settings = BenchConfig(
-        name="doctor",
-        bundles=config.bundles,
-        models=config.models,
-        seq_lens=config.seq_lens,
-        steps=2,
-        repeats=1,
-        output=config.output,
-    )
+    settings = BenchConfig(name="doctor", steps=2, repeats=1, output="doctor.json")
     note(describe_duration(settings, products_flops(checked)))
     report = bench(settings, note)
     row = markdown(report)
     if not quiet:
-        out(f"\n{to_text(report)}\n\nthe row to send ({config.output} has all of it):\n")
+        out(f"\n{to_text(report)}\n\nthe row to send ({settings.output} has all of it):\n")
         out(row, is_data=True)
     return {"bench": report, "row": row}
 
@@ -126,11 +116,10 @@ class CompletionConfig(Config):
     )
 
 
-def run_completion(arguments: argparse.Namespace) -> None:
+def run_completion(config: CompletionConfig, as_json: bool) -> None:
     """Print a script by which a shell completes commands and options."""
-    config = configuration(CompletionConfig, arguments)
     script = script_of(config.shell)
-    show({"shell": config.shell, "script": script}, script, arguments.json, is_data=True)
+    show({"shell": config.shell, "script": script}, script, as_json, is_data=True)
 
 
 def script_of(shell: str) -> str:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from export.config.export import ExportConfig, SliceConfig
-from ondevice.cli.handlers.common import configuration, print_json, set_up, show
+from ondevice.cli.handlers.common import print_json, set_up, show
 from ondevice.cli.progress import task_bar
 from ondevice.cli.screen import note, out
 from runtime.config.inspect import InspectConfig
 from runtime.core.units import format_bytes
 
 
-def run_export(arguments: argparse.Namespace) -> None:
+def run_export(config: ExportConfig, as_json: bool) -> None:
     """Convert a checkpoint, and tell the cost."""
-    config = configuration(ExportConfig, arguments)
     set_up(keep_heap=False)
     from ondevice.api.bundles import export
 
@@ -27,19 +25,18 @@ def run_export(arguments: argparse.Namespace) -> None:
         f"peak footprint {format_bytes(done.peak_footprint_bytes)}"
     )
     quality = "" if done.quality is None else f"\n{done.quality.describe()}"
-    show(done, text + quality, arguments.json)
+    show(done, text + quality, as_json)
 
 
-def run_inspect(arguments: argparse.Namespace) -> None:
+def run_inspect(config: InspectConfig, as_json: bool) -> None:
     """Show a bundle."""
-    config = configuration(InspectConfig, arguments)
     from ondevice.cli.describe import describe_bundle, describe_matrices, facts_of
     from runtime.bundle.store import open_bundle
 
     bundle = open_bundle(config.bundle)
     if config.verify:
         bundle.verify()
-    if arguments.json:
+    if as_json:
         print_json({**facts_of(bundle), "verified": config.verify}, indent=1)
         return
     out(describe_bundle(bundle))
@@ -48,9 +45,8 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         out("every file agrees with its checksum")
 
 
-def run_slice(arguments: argparse.Namespace) -> None:
+def run_slice(config: SliceConfig, as_json: bool) -> None:
     """Cut a bundle into parts for several machines."""
-    config = configuration(SliceConfig, arguments)
     from runtime.bundle.store import open_bundle, write_slices
 
     output = Path(config.output)
@@ -58,4 +54,4 @@ def run_slice(arguments: argparse.Namespace) -> None:
     sizes = {each.path: each.manifest.held_nbytes for each in slices}
     text = "\n".join(f"{path}: {format_bytes(size)} of weights" for path, size in sizes.items())
     facts = [{"bundle": path, "bytes": size} for path, size in sizes.items()]
-    show(facts, text, arguments.json)
+    show(facts, text, as_json)

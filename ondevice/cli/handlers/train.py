@@ -8,50 +8,49 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.cli.handlers.common import configuration, print_json, set_up, show
+from ondevice.cli.handlers.common import print_json, set_up, show
 from ondevice.cli.progress import step_bar, task_bar
 from ondevice.cli.screen import note, out
 from runtime.config.arguments import given
-from runtime.config.base import flag
+from runtime.config.base import flag, load
 from runtime.config.parallel import JOIN, shared_folder
-from runtime.config.train import CHANGEABLE, OF_JOINING, PlanConfig, ReplayConfig, TrainConfig
+from runtime.config.train import CHANGEABLE, OF_JOINING, TrainConfig
 from runtime.core.errors import BundleError, DataError, UsageError
 from runtime.parallel.launch import speaks
 
 if TYPE_CHECKING:
+    from runtime.config.inspect import DataConfig
+    from runtime.config.train import PlanConfig, ReplayConfig
     from runtime.data.report import DataReport
     from runtime.plan.plan import Plan
 
 
-def run_plan(arguments: argparse.Namespace) -> None:
+def run_plan(config: PlanConfig, as_json: bool) -> None:
     """Show how training would use a memory budget."""
-    config = configuration(PlanConfig, arguments)
     set_up()  # the plan counts the BLAS's threads
     from ondevice.cli.describe import describe_plan
     from runtime.run.start import show_plan
 
     with task_bar(), step_bar():  # the plan counts what training loads
         plan = show_plan(config, note).to_json()
-    if arguments.json:
+    if as_json:
         print_json(plan, indent=1)
     else:
         out(describe_plan(plan, per_block=True))
 
 
-def run_data(arguments: argparse.Namespace) -> None:
+def run_data(config: DataConfig, as_json: bool) -> None:
     """Show the rows that training would read."""
     from ondevice.cli.describe import describe_lengths, marked
     from runtime.bundle.store import open_bundle
-    from runtime.config.inspect import DataConfig
     from runtime.data.overview import confined_overview
 
-    config = configuration(DataConfig, arguments)
     bundle = open_bundle(config.bundle)
     with task_bar() as progress:
         overview = confined_overview(config, progress)
     buckets = bundle.manifest.buckets
     first = next(iter(overview.reports.values()))
-    if arguments.json:
+    if as_json:
         facts = {"data": overview.reports, "buckets": buckets, "recommended": first.recommended()}
         print_json({**facts, "packing": overview.packing, "row": overview.row})
         return _check_kept(overview.reports)
@@ -89,7 +88,7 @@ def run_train(arguments: argparse.Namespace) -> None:
         _check_resume(arguments, overrides)
         config = None
     else:
-        config = configuration(TrainConfig, arguments)
+        config = load(TrainConfig, arguments.config, overrides)
     set_up()
     from ondevice.cli.describe import (
         describe_fit,
@@ -169,9 +168,8 @@ def _check_resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> N
         )
 
 
-def run_replay(arguments: argparse.Namespace) -> None:
+def run_replay(config: ReplayConfig, as_json: bool) -> None:
     """Rebuild the adapter of a run from its log."""
-    config = configuration(ReplayConfig, arguments)
     set_up()
     from runtime.run.replay import replay
     from runtime.storage.saves import unfinished
@@ -188,7 +186,7 @@ def run_replay(arguments: argparse.Namespace) -> None:
     text = f"{result.output}: {result.steps} steps from a log of {result.log_bytes} bytes"
     if result.best_step is not None:
         text += f"\nit is what was trained after step {result.best_step}, kept by --keep-best"
-    show(result, text, arguments.json)
+    show(result, text, as_json)
     if result.identical is False:
         why = f"; bits may differ here: {others}" if (others := result.other_arithmetic) else ""
         raise BundleError(
@@ -196,5 +194,5 @@ def run_replay(arguments: argparse.Namespace) -> None:
         )
     if result.not_compared:
         note(f"it is not compared with what the run holds: {result.not_compared}")
-    if result.identical and not arguments.json:
+    if result.identical and not as_json:
         out(f"identical to what the run holds after step {result.saved_steps}")

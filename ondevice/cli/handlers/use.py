@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 import tempfile
@@ -11,25 +10,25 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from ondevice.cli.handlers.common import configuration, print_json, set_up, show
+from ondevice.cli.handlers.common import print_json, set_up, show
 from ondevice.cli.progress import task_bar
 from ondevice.cli.screen import note, out
-from runtime.config.evaluate import EvalConfig
-from runtime.config.generate import ChatConfig, GenerateConfig
 from runtime.core.errors import BundleError, InterruptedRunError, UsageError
 from runtime.core.units import counted, format_bytes
 from runtime.parallel.launch import speaks
 
 if TYPE_CHECKING:
+    from export.config.fuse import AdapterConfig, FuseConfig
+    from runtime.config.evaluate import EvalConfig
+    from runtime.config.generate import ChatConfig, GenerateConfig
     from runtime.run.chat import Chat, Turn
 
 
-def run_eval(arguments: argparse.Namespace) -> None:
+def run_eval(config: EvalConfig, as_json: bool) -> None:
     """Measure a bundle, or compare it with its checkpoint."""
-    config = configuration(EvalConfig, arguments)
     set_up()
     if config.source is not None:
-        _eval_beside_source(config, arguments.json)
+        _eval_beside_source(config, as_json)
         return
     from ondevice.cli.describe import describe_task
     from runtime.run.evaluate import run_eval
@@ -45,7 +44,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
         f"peak footprint {format_bytes(result.peak_footprint_bytes)}, budget "
         f"{format_bytes(result.budget_bytes)}"
     )
-    show(result, text, arguments.json)
+    show(result, text, as_json)
     if result.loss is None:
         adapter = "" if config.adapter is None else f" with the adapter {config.adapter}"
         raise BundleError(
@@ -71,15 +70,14 @@ ENDED = {
 }
 
 
-def run_generate(arguments: argparse.Namespace) -> None:
+def run_generate(config: GenerateConfig, as_json: bool) -> None:
     """Continue a prompt."""
-    config = configuration(GenerateConfig, arguments)
     set_up()
     from ondevice.cli.describe import describe_generation
     from runtime.run.generate import Generating
 
     generating = Generating(config, note)
-    if arguments.json:
+    if as_json:
         deque(generating, maxlen=0)
         print_json(generating.result)
         return
@@ -97,9 +95,8 @@ AWAITED = "> "
 GREETING = f"{SAID}, Ctrl-C interrupts an answer"
 
 
-def run_chat(arguments: argparse.Namespace) -> None:
+def run_chat(config: ChatConfig, as_json: bool) -> None:
     """Read a line, answer it, and read the next."""
-    config = configuration(ChatConfig, arguments)
     set_up()
     from ondevice.cli.describe import describe_generation
     from runtime.run.chat import Chat
@@ -115,9 +112,9 @@ def run_chat(arguments: argparse.Namespace) -> None:
                 chat.reset()
             elif line:
                 asked += 1
-                if turn := _turn(chat, line, arguments.json):
+                if turn := _turn(chat, line, as_json):
                     last, answered = turn, answered + 1
-        if last is not None and not arguments.json:
+        if last is not None and not as_json:
             note(f"the last answer: {describe_generation(last.result)}")
     if answered < asked and not terminal:  # at a terminal each was seen
         raise UsageError(
@@ -194,16 +191,13 @@ _LOADED_BY = {
 }
 
 
-def run_adapter(arguments: argparse.Namespace) -> None:
+def run_adapter(config: AdapterConfig, as_json: bool) -> None:
     """Write a trained adapter as other tools read it."""
-    from export.config.fuse import AdapterConfig
-
-    config = configuration(AdapterConfig, arguments)
     set_up()
     from ondevice.api.converting import convert
 
     result = convert(config, note)
-    if arguments.json:
+    if as_json:
         print_json(result)
     else:
         out(f"{config.output}: {result.lora.describe()}; {result.tensors} tensors")
@@ -214,11 +208,8 @@ def run_adapter(arguments: argparse.Namespace) -> None:
         out(f"to use it: {used}", is_data=True)
 
 
-def run_fuse(arguments: argparse.Namespace) -> None:
+def run_fuse(config: FuseConfig, as_json: bool) -> None:
     """Add an adapter to its bundle's weights, and tell the cost."""
-    from export.config.fuse import FuseConfig
-
-    config = configuration(FuseConfig, arguments)
     set_up(keep_heap=False)
     from ondevice.api.fusing import fuse_as
     from ondevice.cli.describe import describe_fusing
@@ -233,4 +224,4 @@ def run_fuse(arguments: argparse.Namespace) -> None:
     )
     if result.quality is not None:
         text += f"\n{describe_fusing(result.quality, count > 0)}"
-    show(result, text, arguments.json)
+    show(result, text, as_json)

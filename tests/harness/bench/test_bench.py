@@ -121,9 +121,8 @@ def test_published_figures_agree_with_what_the_papers_say_of_them() -> None:
 def variant(method: str, peak: float | None, **more: Any) -> dict[str, Any]:
     process = {"predicted_peak_bytes": 1.1e8, "budget_bytes": 114_000_000}
     return {
-        "name": f"{method}, our plan, min",
+        "name": f"{method}, min",
         "method": method,
-        "plan": "budget",
         "budget": "min",
         "compute_dtype": "float32",
         "failed": None if peak else "no room",
@@ -141,7 +140,7 @@ def made_up_row(model: str) -> dict[str, Any]:
         return variant(method, peak, published=None if step is None else vars(step), **more)
 
     seconds = {"median": 3.21, "low": 3.11, "high": 3.31}
-    paper = {"name": "mebp, paper's plan", "plan": "paper", "failed": "budget 1 GB < 3 GB"}
+    failed = {"name": "mebp, 1GB", "budget": "1GB", "failed": "budget 1 GB < 3 GB"}
     return {
         "model": model,
         "tokens": 256,
@@ -149,11 +148,11 @@ def made_up_row(model: str) -> dict[str, Any]:
         "variants": [
             one("mezo", 1e8, step_s=seconds),
             one("mebp", 1.02e8),
-            one("mebp", None, **paper),
+            one("mebp", None, **failed),
         ],
         "ratios": [
             {
-                "what": "mebp / mezo, our plan, min",
+                "what": "mebp / mezo, min",
                 "methods": ["mebp", "mezo"],
                 "step_s": {"median": 1.4, "low": 1.38, "high": 1.444},
                 "peak_footprint": 1.02,
@@ -164,12 +163,12 @@ def made_up_row(model: str) -> dict[str, Any]:
 
 def test_ours_stands_beside_the_papers() -> None:
     steps, ratios = TABLE2.tables([made_up_row("qwen2.5-0.5b")])
-    plan = "our plan, min (114 MB)"
+    plan = "min (114 MB)"
     assert steps.rows[1] == (
         *("qwen2.5-0.5b", "256", "mezo", plan, "3.21", "3.11-3.31", "100.0", "160.0", "110.0"),
         *("2.68", "318.93"),
     )
-    assert steps.rows[3][3:5] == ("paper's plan", "did not run")
+    assert steps.rows[3][3:5] == ("1GB", "did not run")
     assert steps.rows[3][-2:] == ("3.85", "320.17")
     assert ratios.rows[1][3:] == ("x1.40", "x1.38-x1.44", "x1.02", "mezo", "x1.44", "x1.00")
     assert len({len(row) for row in steps.rows}) == len({len(row) for row in ratios.rows}) == 1
@@ -178,9 +177,7 @@ def test_ours_stands_beside_the_papers() -> None:
     row = made_up_row(MODEL)
     row["ratios"][0]["peak_footprint"] = 0.99
     assert TABLE2.tables([row])[1].rows[1][6] == "mebp"
-    assert benchmark.failures([row]) == [
-        f"{MODEL} at 256 tokens, mebp, paper's plan: budget 1 GB < 3 GB"
-    ]
+    assert benchmark.failures([row]) == [f"{MODEL} at 256 tokens, mebp, 1GB: budget 1 GB < 3 GB"]
 
 
 # --- refusals ---------------------------------------------------------------------------------
@@ -204,7 +201,6 @@ def test_unknown_benchmarks_and_models_are_refused_with_the_list(tmp_path: Path)
         ("models", "a,,b"),
         ("seq_lens", "16,x"),
         ("seq_lens", "0"),
-        ("plans", "ours"),
         ("budget", "1GB,some"),
         ("steps", 1),
         ("repeats", 0),
@@ -216,8 +212,8 @@ def test_wrong_settings_are_refused(key: str, value: Any) -> None:
 
 
 def test_settings_as_the_benchmarks_take_them() -> None:
-    config = BenchConfig(name="x", seq_lens="512, 16", plans="paper,budget", budget="min, 2GB")
-    assert (config.lengths, config.plan_names) == ((16, 512), ("budget", "paper"))
+    config = BenchConfig(name="x", seq_lens="512, 16", budget="min, 2GB")
+    assert config.lengths == (16, 512)
     assert (config.budgets, config.model_names) == (("min", "2GB"), ())
     config = BenchConfig(name="x", bundles="/far/away", budget="min", output="o.json", repeats=5)
     assert command(config) == "ondevice bench x --budget=min --repeats=5"
@@ -280,12 +276,9 @@ def run(bundles: Path, tmp_path: Path, name: str, **more: Any) -> dict[str, Any]
 
 
 def test_table2(bundles: Path, tmp_path: Path) -> None:
-    report = run(bundles, tmp_path, "mebp-table2", repeats=2, plans="paper")
+    report = run(bundles, tmp_path, "mebp-table2", repeats=2)
     (row,) = report["rows"]
-    assert [(one["method"], one["plan"]) for one in row["variants"]] == [
-        ("mebp", "paper"),
-        ("mezo", "paper"),
-    ]
+    assert [one["method"] for one in row["variants"]] == ["mebp", "mezo"]
     for one in row["variants"]:
         assert one["failed"] is None and len(one["processes"]) == 2
         assert all(len(process["step_s"]) == 2 for process in one["processes"])
@@ -296,9 +289,7 @@ def test_table2(bundles: Path, tmp_path: Path) -> None:
 
 
 def test_table2_of_more_lengths_and_budgets(bundles: Path, tmp_path: Path) -> None:
-    report = run(
-        bundles, tmp_path, "mebp-table2", seq_lens="16,32", plans="budget", budget="1MB,1GB"
-    )
+    report = run(bundles, tmp_path, "mebp-table2", seq_lens="16,32", budget="1MB,1GB")
     assert [row["tokens"] for row in report["rows"]] == [16, 32]
     for row in report["rows"]:
         *small, mebp, mezo = row["variants"]
@@ -307,7 +298,7 @@ def test_table2_of_more_lengths_and_budgets(bundles: Path, tmp_path: Path) -> No
         assert all("budget 1 MB < " in one["failed"] and one["processes"] == [] for one in small)
     text = to_text(report)
     assert "did not run" in text
-    assert f"- {MODEL} at 16 tokens, mebp, our plan, 1MB: budget 1 MB" in text
+    assert f"- {MODEL} at 16 tokens, mebp, 1MB: budget 1 MB" in text
 
 
 def test_bundles_that_cannot_be_made_are_said_so_in_their_rows(
@@ -380,7 +371,7 @@ def test_the_reason_why_a_budget_was_not_measured_has_no_paths(
     given = {"models": MODEL, "seq_lens": "16", "budget": "1GB", "bundles": str(tmp_path / "b")}
     report = bench(BenchConfig(name="curve", output=str(output), **given), lambda text: None)
     names = [each["name"] for each in report["rows"][0]["variants"]]
-    assert names == ["mebp, our plan, 1GB", "mezo, our plan, 1GB"]
+    assert names == ["mebp, 1GB", "mezo, 1GB"]
     assert str(tmp_path) not in output.read_text() and "no room in RUNS" in output.read_text()
 
 
@@ -499,7 +490,7 @@ def test_wrong_peers_are_refused_before_a_bundle_is_made(
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_options_that_a_benchmark_does_not_use_are_refused(name: str) -> None:
-    others = {"seed": 7, "steps": 9, "compute_dtype": "bfloat16", "plans": "paper"}
+    others = {"seed": 7, "steps": 9, "compute_dtype": "bfloat16"}
     for unused in find(name).unused:
         config = BenchConfig(name=name, **{unused: others.get(unused, "1")})
         with pytest.raises(UsageError, match=f"--{unused.replace('_', '-')}=.* does not use it"):
@@ -576,13 +567,13 @@ def test_what_a_plan_keeps_is_measured_without_what_the_heap_holds_beside_it(
 
 
 def test_peers(bundles: Path, tmp_path: Path) -> None:
-    found, text = one_row(bundles, tmp_path, "peers", peers="ours,paper", budget="1GB")
-    ours, paper = found["variants"]
-    assert paper["time_ratio"]["median"] > 0 and ours["time_ratio"] is None
+    found, text = one_row(bundles, tmp_path, "peers", peers="ours,mlx-lm-blas", budget="1GB")
+    ours, other = found["variants"]
+    assert other["time_ratio"]["median"] > 0 and ours["time_ratio"] is None
     trained = {one["processes"][0]["trainable_parameters"] for one in found["variants"]}
     assert len(trained) == 1 and trained != {0}
     assert ours["processes"][0]["command"].startswith(f"ondevice train {MODEL} ")
-    assert "time: ours/it" in text and "ondevice train --plan paper" in text
+    assert "time: ours/it" in text and "mlx-lm's LoRA trainer" in text
     assert peer_bench.OPTION in text
 
 

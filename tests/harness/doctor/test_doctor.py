@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tomllib
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -171,7 +172,9 @@ def test_a_row_is_measured_with_tiny_shapes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "ondevice", lambda *words, module: probed(100.0))
-    done = here("doctor", "--bench", "--models", "tiny-qwen2", "--seq-lens", "16", "--json")
+    tiny = replace(find("doctor"), models=("tiny-qwen2",), lengths=(16,))
+    monkeypatch.setattr("harness.bench.doctor.DOCTOR", tiny)
+    done = here("doctor", "--bench", "--json")
     assert done.returncode == 0, done.stderr
     assert "measuring tiny-qwen2 with random weights: about " in done.stderr
     report = json.loads(done.stdout)

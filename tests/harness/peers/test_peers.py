@@ -88,7 +88,7 @@ def test_settings_of_the_user_are_reported(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Zen")
     assert "NOT OUR CHOICE: OPENBLAS_CORETYPE=Zen" in notes([], inherited())[0]
     kept = [name for name, program in PROGRAMS.items() if not program.as_it_comes]
-    assert kept == ["ours", "mlx-lm-blas", "paper", "mlx-lm-4bit"]
+    assert kept == ["ours", "mlx-lm-blas", "mlx-lm-4bit"]
 
 
 def test_reasons_name_no_interpreter() -> None:

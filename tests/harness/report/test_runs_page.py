@@ -143,7 +143,7 @@ def test_what_is_no_run_is_refused(runs: Path, tmp_path: Path) -> None:
     evaluations = (runs / "first" / "evaluations.json").read_text()
     damaged = Path(shutil.copytree(runs / "first", tmp_path / "damaged"))
     cases: list[tuple[list[object], int, str]] = [
-        ([], 2, "runs is missing (run directories"),
+        ([], 2, "RUN... is missing (run directories"),
         ([tmp_path], 2, "holds no run: it has no config.toml"),
         ([runs / "first", runs / "first"], 2, "a run is given twice"),
         ([runs / "first", "--output", tmp_path / "page.txt"], 2, "a name that ends in .html"),

@@ -73,7 +73,7 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path: Path) -> No
     assert {"--lora-rank", "--lora-alpha", "--lora-dropout"} <= set(lora)
     train = next(command for command in COMMANDS if command.name == "train")
     assert set(long_flags(command_parser(train))) <= set(every)
-    assert "--resume" in every and "--no-prefetch" in every and "-o" in every
+    assert "--resume" in every and "--no-pack" in every and "-o" in every
     assert choices == list(METHODS)
     assert typed == [name for name in METHODS if name.startswith("me")]
     assert number == []

@@ -110,7 +110,13 @@ def test_every_problem_is_listed_at_once() -> None:
     assert "did you mean max_seq_length?" in message
     assert "lr_schedule is 'sine'; it must be constant, linear or cosine" in message
     assert "steps is -3; it must be 1 or more" in message
-    for name in ("bundle is missing", "data is missing", "budget", "learning_rate", "eval_every"):
+    for name in (
+        "BUNDLE is missing",
+        "--data DATA is missing",
+        "budget",
+        "learning_rate",
+        "eval_every",
+    ):
         assert name in message
     assert len(message.splitlines()) == 1 + len(wrong) + 2
 
@@ -236,7 +242,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert [type(getattr(config, name)) for name in given] == [int, float, int]
     assert (config.steps, config.learning_rate, config.seed) == (3, 0.5, 7)
     assert TrainConfig(bundle="b", data="d", pack=np.bool_(True)).pack is True
-    assert TrainConfig(bundle="b", data="d", prefetch=np.arange(3).any() > 1).prefetch is False
+    assert TrainConfig(bundle="b", data="d", keep_best=np.arange(3).any() > 1).keep_best is False
     with pytest.raises(UsageError, match="steps is True; it must be a whole number"):
         TrainConfig(bundle="b", data="d", steps=np.bool_(True))
     export = ExportConfig(source="s", output="o", seq_lens=tuple(np.array([16, 32])))

@@ -119,7 +119,7 @@ OF_TRL_AND_PEFT = """
         ("train bundle --stepz=3", "did you mean --steps?"),
         ("inspect bundle more", "unrecognized arguments: more; see: ondevice inspect --help"),
         ("train bundle --steps", "argument --steps: expected one argument; see: ondevice train"),
-        ("train", "\n  bundle is missing"),
+        ("train", "\n  BUNDLE is missing"),
         ("--", "unrecognized arguments: --; see: ondevice --help"),
         ("-x", "unrecognized arguments: -x; see: ondevice --help"),
         ("generate b --prompt x --max-tokens 0", "max_tokens is 0; it must be 1 or"),

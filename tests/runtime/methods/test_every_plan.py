@@ -26,7 +26,7 @@ from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.plan.lower import Sizes
 from runtime.plan.plan import Plan
-from runtime.plan.size_levels import LEVELS, PAPER
+from runtime.plan.size_levels import LEVELS
 from runtime.run.session import open_session
 from runtime.storage.activations import Activations
 from runtime.storage.scratch import MappedTensors
@@ -38,10 +38,9 @@ BUCKETS = (16, 96, 128)  # of 96 and 128 tokens an MLP can take 48 and 64
 def sizes(rng: Rng) -> Sizes:
     """One of the planner's own, or any other: tiny models never need its frugal ones."""
     if rng.random() < 0.3:
-        return (*LEVELS, PAPER)[int(rng.integers(len(LEVELS) + 1))]
+        return LEVELS[int(rng.integers(len(LEVELS)))]
     tile, block = int(rng.integers(300, 30_000)), int(rng.integers(1, 70))
-    whole, slices = bool(rng.random() < 0.2), bool(rng.random() < 0.7)
-    return Sizes(tile, block, 0, whole, slices)
+    return Sizes(tile, block, slices=bool(rng.random() < 0.7))
 
 
 def plan(bundle: Bundle, rng: Rng, method: str, rows: int, parts: int) -> Plan:

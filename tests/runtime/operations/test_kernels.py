@@ -187,21 +187,15 @@ def test_of_a_float_tile_only_the_float32_values_stay(
     assert tile.values.shape == (matrix.rows, matrix.columns)
 
 
-def test_matrices_are_materialized_once_and_held_until_released(tmp_path: Path, rng: Rng) -> None:
+def test_matrices_are_materialized_once(tmp_path: Path, rng: Rng) -> None:
     weights, matrix, values = stored(tmp_path, rng, 20, 2, 4, 32, "symmetric")
     plain = tiles_of(weights, matrix, "unpacked", 500, CpuArrays())
     ranges = list(plain.ranges(matrix))
     assert [stop - start for start, stop in ranges] == [7, 7, 6]
     assert plain.tile(matrix, *ranges[0]) is not plain.tile(matrix, *ranges[0])
-    held = replace(plain, materialize_blocks=True, _of_block={})
-    one = held.tile(matrix, *ranges[0])
-    assert held.tile(matrix, *ranges[0]) is one
-    held.release()
-    assert held.tile(matrix, *ranges[0]) is not one
     kept = replace(plain, materialized={})
     kept.materialize([matrix])
     tiles = [kept.tile(matrix, *both) for both in ranges]
-    kept.release()
     assert [kept.tile(matrix, *both) for both in ranges] == tiles
     for tile, (start, stop) in zip(tiles, ranges, strict=True):
         assert (np.array(tile.values) == values[start:stop]).all()

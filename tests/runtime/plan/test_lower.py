@@ -120,7 +120,6 @@ def random_sizes(rng: Rng, bucket: int) -> Sizes:
     return Sizes(
         int(10 ** rng.uniform(2.7, 5)),
         int(rng.integers(1, bucket + 8)),
-        materialize_blocks=bool(rng.random() < 0.3),
         slices=bool(rng.random() < 0.5),
         chunk_rows=int(rng.choice([0, rng.integers(1, 400)])),
     )

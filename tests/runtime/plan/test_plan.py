@@ -240,30 +240,9 @@ def test_layers_keep_the_values_of_whole_mlps(tiny: Tiny) -> None:
         assert plan_of(manifest, task_of(1024, method), 10**10).slice_columns
 
 
-def test_the_papers_plan_buys_nothing(tiny: Tiny) -> None:
-    plan = plan_of(tiny("qwen2").manifest, task_of(32, layout="paper"), 10**12)
-    assert plan.materialize_blocks and not plan.kept_layers and not plan.materialized_layers
-
-
-def test_the_papers_blocks_are_dequantized_where_code_is_compiled(tiny: Tiny) -> None:
-    machine = msgspec.structs.replace(LINUX, llvm=True)
-    manifest = tiny("qwen2").manifest
-    paper, own = (
-        plan_of(manifest, task_of(32, layout=layout), 10**12, machine)
-        for layout in ("paper", "budget")
-    )
-    assert own.compiled and not paper.compiled
-
-
-@pytest.mark.parametrize("method", ["mebp", "mezo"])
-def test_the_papers_head_is_dequantized_once(tiny: Tiny, method: str) -> None:
-    manifest = tiny("qwen2").manifest
-    plan = plan_of(manifest, task_of(64, method, layout="paper"), 10**12)
-    values = manifest.vocab_size * manifest.hidden_size * F32
-    logits = 64 * manifest.vocab_size * F32
-    hidden = 64 * manifest.hidden_size * F32
-    most = 1.9 * values + 3 * logits + 6 * hidden
-    assert values + logits < plan.blocks[-1].forward_bytes < most
+def test_a_task_that_keeps_nothing_buys_nothing(tiny: Tiny) -> None:
+    plan = plan_of(tiny("qwen2").manifest, task_of(32, keeps=False), 10**12)
+    assert not plan.slice_columns and not plan.kept_layers and not plan.materialized_layers
 
 
 def test_a_session_maps_the_values_whose_slack_is_planned_so(

@@ -5,7 +5,6 @@ Runs of the tests' own process multiply by the oracle, on every processor.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tomllib
 from pathlib import Path
@@ -120,18 +119,13 @@ def test_on_a_cpu_weights_are_quantized_and_lie_in_a_map(tiny: Tiny) -> None:
     half, quantized = replace(LINUX, llvm=True, compute_dtype=HALF), tiny("qwen2").manifest
     floats = tiny("qwen2", "bfloat16").manifest
     sliced = replace(quantized, slice=Slice(1, 2, ""))
-    for manifest, plan, reason in (
-        (quantized, "paper", "the paper's plan has whole layers dequantized to float32"),
-        (sliced, "budget", "weights that workers send each other are dequantized to float32"),
-        (
-            floats,
-            "budget",
-            "it multiplies quantized weights, and those of this bundle are in floating point",
-        ),
+    for manifest, reason in (
+        (sliced, "weights that workers send each other are dequantized to float32"),
+        (floats, "it multiplies quantized weights, and those of this bundle are in floating point"),
     ):
         with pytest.raises(UsageError, match=f"bfloat16: {reason}; give float32"):
-            for_values(half, manifest, dataclasses.replace(ASKED, plan=plan))
-        automatic = for_values(half, manifest, dataclasses.replace(AUTOMATIC, plan=plan))
+            for_values(half, manifest, ASKED)
+        automatic = for_values(half, manifest, AUTOMATIC)
         assert automatic.compute_dtype == "float32" and reason in automatic.compute_reason
     with pytest.raises(UsageError, match="compiled code, which the machine does not run"):
         for_values(replace(half, llvm=False), quantized, ASKED)

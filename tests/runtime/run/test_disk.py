@@ -45,7 +45,7 @@ class Unwatched(Meter):
     "options",
     [
         {"method": "mebp", "max_grad_norm": 1.0, "batch_size": 2},
-        {"method": "mebp", "plan": "paper", "optimizer": "sgd"},
+        {"method": "mebp", "optimizer": "sgd"},
         {"method": "mebp", "budget": "37.7MB"},
         {"method": "mezo", "batch_size": 2},
         {"method": "hizoo"},

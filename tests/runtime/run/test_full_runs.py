@@ -96,7 +96,7 @@ def test_replay_writes_the_trained_model_as_a_bundle(model: Path, run: Path, tra
 def test_lost_weights_are_rebuilt_from_the_log_and_that_is_said(
     model: Path, run: Path, tmp_path: Path
 ) -> None:
-    words = [*arguments(model, tmp_path / "run"), "--no-prefetch"]
+    words = arguments(model, tmp_path / "run")
     assert struck(signal.SIGKILL, "step 3", *words).returncode == -signal.SIGKILL
     (tmp_path / "run" / SLOTS).unlink()
     done = succeeds("train", "--resume", tmp_path / "run")
@@ -144,7 +144,6 @@ def test_killed_resumed_and_replayed_is_the_same(
         ({"method": "zo-act"}, "--trainable full: zo-act trains adapters only"),
         ({"method": "hizoo"}, "--trainable full is not for hizoo"),
         ({"zo-scaling": "parameter-norm"}, "--zo-scaling parameter-norm is not for --trainable"),
-        ({"plan": "paper"}, "plan has no effect with trainable full"),
         ({"lora-rank": 4}, "--lora-rank: with --trainable full there are no adapters"),
         ({"adapter": "somewhere"}, "--adapter: with --trainable full there are no adapters"),
         ({"budget": "20MB"}, "the smallest that fits is"),

@@ -367,7 +367,7 @@ def test_options_beyond_todays_bounds_are_named_with_the_way_out(stopped: Path) 
     with pytest.raises(UsageError) as refused:
         resume.resume(stopped, Events(), {})
     said = str(refused.value)
-    assert said.startswith(f"{stopped / 'config.toml'}: ondevice train cannot run with these")
+    assert said.startswith(f"{stopped / 'config.toml'}: train cannot run with these")
     assert "unknown key 'patch'" in said
     assert re.search(r"lora_rank is 9999\d*; it must be .*4096", said)
     assert said.endswith(
@@ -410,7 +410,7 @@ def test_a_run_of_another_version_is_refused_before_its_fields(
 
 
 FIELDS = {  # of the files of a run, and the versions that their formats then have
-    "run": (4, "4179d6f3d26a"),
+    "run": (5, "895aff7c0f76"),
     "save": (3, "9460c24a715a"),
 }
 

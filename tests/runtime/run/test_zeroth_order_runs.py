@@ -1,4 +1,4 @@
-"""MeZO end to end: prefetch, replay from the log, its refusals; and how runs may end."""
+"""MeZO end to end: replay from the log, its refusals; and how runs may end."""
 
 from __future__ import annotations
 
@@ -75,16 +75,12 @@ def test_a_log_of_something_else_is_refused(run: Path, tiny: Tiny, tmp_path: Pat
     refuses(2, "its method logs no steps", "replay", copy, "-o", tmp_path / "no")
 
 
-@pytest.mark.parametrize("options", [{"prefetch": None}, {"save_every": 2}, {"budget": "50MB"}])
+@pytest.mark.parametrize("options", [{"save_every": 2}, {"budget": "50MB"}])
 def test_no_setting_of_the_machine_changes_the_result(
     bundle: Path, run: Path, tmp_path: Path, options: dict[str, object]
 ) -> None:
     more = {"queries": 2, "grad_accumulation": 2, **options}
-    more.pop("prefetch", None)
-    arguments = mezo_arguments(bundle, tmp_path / "run", STEPS, **more)
-    if "prefetch" in options:
-        arguments.append("--no-prefetch")
-    succeeds(*arguments)
+    succeeds(*mezo_arguments(bundle, tmp_path / "run", STEPS, **more))
     if "budget" not in options:  # another budget may choose other tiles
         assert adapter(tmp_path / "run") == adapter(run)
     losses = [[one["loss"] for one in metrics_of(path)] for path in (run, tmp_path / "run")]
