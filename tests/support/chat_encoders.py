@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from runtime.data.loss_mask import Row
 from runtime.data.text_encoder import TextEncoder, load_encoder
-from support.token_rows import make_tokenizer
+from support.token_rows import SPECIAL, make_tokenizer
 
 
 def said(*texts: str) -> list[dict[str, Any]]:
@@ -36,23 +37,12 @@ def chat_encoder(folder: Path, template: str, special: Iterable[str]) -> TextEnc
     tokenizer.add_special_tokens(list(special))
     (folder / "tokenizer").mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    config = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True}
-    text = json.dumps({**config, "chat_template": template})
+    text = json.dumps({**SPECIAL, "chat_template": template})
     (folder / "tokenizer" / "tokenizer_config.json").write_text(text)
     return load_encoder(folder)
 
 
 def scored_texts(encoder: TextEncoder, row: Row) -> list[str]:
     """The text of each run of scored tokens."""
-    runs: list[str] = []
-    before = 0
-    tokenizer = make_tokenizer()
-    for token, one in zip(row.tokens, row.scored, strict=True):
-        piece = encoder.show([token]) if token >= tokenizer.get_vocab_size() else None
-        piece = piece or str(tokenizer.id_to_token(token))
-        if one and not before:
-            runs.append("")
-        if one:
-            runs[-1] += piece
-        before = one
-    return runs
+    runs = groupby(zip(row.tokens, row.scored, strict=True), lambda each: each[1])
+    return [encoder.show([token for token, _ in run]) for scored, run in runs if scored]

@@ -8,9 +8,7 @@ from export.bundle import export_bundle
 from runtime.bundle.store import Bundle
 from support.bundles import settings
 from support.checkpoints import weights_of, write_folder
-from support.token_rows import VOCAB, write_tokenizer
-
-SPECIAL = {"bos_token": "<bos>", "add_bos_token": True, "eos_token": "<eos>"}
+from support.token_rows import SPECIAL, VOCAB, write_tokenizer
 
 
 def text_checkpoint(source: Path, template: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -16,6 +17,7 @@ from runtime.data.tokenizing import Reader, write_token_file
 
 VOCAB = 101
 BOS, EOS = 0, 1
+SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True}
 WORDS = r" ?[A-Za-z]+| ?[^\sA-Za-z]+|\s*[\r\n]+|\s+"
 
 
@@ -30,6 +32,17 @@ def after(tokens: list[int], first: int = 0) -> Listed:
 def listed(rows: Rows) -> list[Listed]:
     found = map(rows.row, range(len(rows)))
     return [(tokens.tolist(), scored.tolist()) for tokens, scored in found]
+
+
+def row_texts(rows: TokenRows) -> list[tuple[str, str]]:
+    """Each row as text, and what of it is scored."""
+    tokenizer = make_tokenizer()
+
+    def text(tokens: Any) -> str:
+        return "".join(str(tokenizer.id_to_token(int(token))) for token in tokens)
+
+    pairs = map(rows.row, range(len(rows)))
+    return [(text(tokens), text(tokens[1:][scored])) for tokens, scored in pairs]
 
 
 def write_rows(out: Path, rows: list[Listed], length: int = 8) -> Path:
@@ -63,6 +76,11 @@ def make_bundle(folder: Path, config: object) -> Path:
     return folder
 
 
+def chat_bundle(folder: Path, template: object) -> Path:
+    """The same, with the usual special tokens and a chat template."""
+    return make_bundle(folder / "bundle", {**SPECIAL, "chat_template": template})
+
+
 def ids(text: str) -> list[int]:
     return list(make_tokenizer().encode(text).ids)
 
@@ -80,3 +98,10 @@ def tokenize(
     reader = Reader(source, load_encoder(bundle), length, reading, part, embedded)
     write_token_file(reader.rows(), length, out, reader.report)
     return TokenRows(out, VOCAB)
+
+
+def read(bundle: Path, *rows: Any, reading: Reading = READ_ALL, length: int = 400) -> TokenRows:
+    """Rows that lie one a line in rows.jsonl beside the bundle."""
+    source = bundle.parent / "rows.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    return tokenize(bundle, source, length, bundle.parent / "out", reading)

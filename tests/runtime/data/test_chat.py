@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.token_rows import EOS, ids, listed, make_bundle, tokenize
+from support.chat_encoders import said
+from support.token_rows import EOS, chat_bundle, ids, listed, read
 
 from runtime.core.errors import DataError
 from runtime.data.chat import ChatTemplate
@@ -45,17 +46,12 @@ A: {% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}
 {% if add_generation_prompt %}
 A: {% endif %}
 """
-QUESTION = [{"role": "user", "content": "two and two?"}]
-ANSWERED = [*QUESTION, {"role": "assistant", "content": "four"}]
-
-
-def bundle_with(folder: Path, template: object, **more: object) -> Path:
-    config = {"bos_token": {"content": "<bos>"}, "eos_token": "<eos>", "add_bos_token": True}
-    return make_bundle(folder / "bundle", {**config, "chat_template": template, **more})
+ANSWERED = said("two and two?", "four")
+QUESTION = ANSWERED[:1]
 
 
 def opened(folder: Path, template: object) -> ChatTemplate:
-    return ChatTemplate(bundle_with(folder, template) / "tokenizer")
+    return ChatTemplate(chat_bundle(folder, template) / "tokenizer")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +72,7 @@ def test_a_conversation_is_cut_where_the_answer_begins(
 
 
 def test_the_template_is_found_where_checkpoints_keep_it(tmp_path: Path) -> None:
-    folder = bundle_with(tmp_path, None) / "tokenizer"
+    folder = chat_bundle(tmp_path, None) / "tokenizer"
     with pytest.raises(DataError, match="has no chat template; export from a checkpoint"):
         ChatTemplate(folder)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "older"}))
@@ -119,14 +115,16 @@ def test_a_hostile_template_reaches_nothing(tmp_path: Path, template: str) -> No
 
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ONE_LONG_CALL = "{{ range(99999) | slice(1000000000) | list }}"
 
 
-def test_a_template_that_loops_for_long_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("long", [LOOPS, ONE_LONG_CALL], ids=["loops", "one call"])
+def test_a_template_that_computes_for_long_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: str
 ) -> None:
-    chat = opened(tmp_path, "{% if messages | length > 1 %}" + LOOPS + "{% endif %}x")
+    chat = opened(tmp_path, "{% if messages | length > 1 %}" + long + "{% endif %}x")
     monkeypatch.setattr("runtime.data.chat.MOST_SECONDS", 0.1)
-    with pytest.raises(DataError, match=r"of bundle takes more than 0\.1 s of the CPU"):
+    with pytest.raises(DataError, match=r"of bundle takes more than 0\.1 s of the CPU for one"):
         chat.prompt([*ANSWERED, *QUESTION])
     assert chat.prompt(QUESTION) == "x"  # and the limit is gone
 
@@ -148,20 +146,10 @@ TAKES_TOO_MUCH = {
 @pytest.mark.parametrize("way", TAKES_TOO_MUCH)
 def test_a_template_that_fills_memory_is_ended(tmp_path: Path, way: str) -> None:
     """As a template that takes too much, and not as a row that could be left out."""
-    bundle = bundle_with(tmp_path, TAKES_TOO_MUCH[way])
-    source = tmp_path / "rows.jsonl"
-    source.write_text(json.dumps({"messages": ANSWERED}))
+    bundle = chat_bundle(tmp_path, TAKES_TOO_MUCH[way])
     complaint = r"takes more than [\d,]+ bytes \(RLIMIT_AS\)|writes [\d,]+ characters for a conver"
     with pytest.raises(DataError, match=rf"rows\.jsonl, line 1: the chat template .* {complaint}"):
-        tokenize(bundle, source, 99, tmp_path / "out", Reading(skip_bad_rows=True))
-
-
-def test_a_template_that_computes_for_long_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runtime.data.chat.MOST_SECONDS", 0.1)
-    with pytest.raises(DataError, match=r"takes more than 0\.1 s of the CPU for one"):
-        opened(tmp_path, "{{ range(99999) | slice(1000000000) | list }}").prompt(QUESTION)
+        read(bundle, {"messages": ANSWERED}, reading=Reading(skip_bad_rows=True))
 
 
 @pytest.mark.parametrize(
@@ -190,11 +178,9 @@ def test_a_template_that_computes_for_long_is_ended(
 def test_messages_that_cannot_be_learnt_are_refused_with_their_line(
     tmp_path: Path, messages: object, complaint: str
 ) -> None:
-    bundle = bundle_with(tmp_path, MARKED)
-    source = tmp_path / "rows.jsonl"
-    source.write_text("\n".join(json.dumps({"messages": one}) for one in (ANSWERED, messages)))
+    bundle, rows = chat_bundle(tmp_path, MARKED), [{"messages": m} for m in (ANSWERED, messages)]
     with pytest.raises(DataError, match=rf"rows\.jsonl, line 2: .*{complaint}"):
-        tokenize(bundle, source, 99, tmp_path / "out")
+        read(bundle, *rows)
 
 
 def test_an_answer_that_its_prompt_does_not_begin_is_refused(tmp_path: Path) -> None:
@@ -211,23 +197,20 @@ def test_messages_are_read_as_the_formats_of_others_hold_them(tmp_path: Path) ->
         tmp_path, "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
     )
     call = {"type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}}
-    said = [
+    given = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, "b"]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "12", "tool_calls": None},
     ]
     function = {"name": "clock", "arguments": {"zone": "CET"}}
-    assert chat.prompt(said, '[{"name": "clock"}]') == "".join(
+    called = [{"type": "function", "function": function}]
+    assert chat.prompt(given, '[{"name": "clock"}]') == "".join(
         map(
             json.dumps,
             [
                 [{"name": "clock"}],
                 {"role": "user", "content": "ab"},
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"type": "function", "function": function}],
-                    "content": "",
-                },
+                {"role": "assistant", "tool_calls": called, "content": ""},
                 {"role": "tool", "content": "12"},
             ],
         )
@@ -245,7 +228,7 @@ def test_tools_are_shown_by_the_template_for_them(tmp_path: Path) -> None:
 
 
 def test_special_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
-    folder = bundle_with(tmp_path, "{{ bos_token }}{{ pad_token }}") / "tokenizer"
+    folder = chat_bundle(tmp_path, "{{ bos_token }}{{ pad_token }}") / "tokenizer"
     (folder / "special_tokens_map.json").write_text('{"bos_token": "not", "pad_token": "<pad>"}')
     assert ChatTemplate(folder).prompt(QUESTION) == "not<pad>"  # as transformers reads them
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -258,15 +241,9 @@ def test_special_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
 
 
 def test_conversations_become_rows_with_every_answer_scored(tmp_path: Path) -> None:
-    source = tmp_path / "rows.jsonl"
-    longer = [
-        *ANSWERED,
-        {"role": "user", "content": "the cat"},
-        {"role": "assistant", "content": "s"},
-    ]
-    source.write_text("\n".join(json.dumps({"messages": one}) for one in (ANSWERED, longer)))
-    bundle = bundle_with(tmp_path, BLOCKS)
-    rows = listed(tokenize(bundle, source, 99, tmp_path / "out"))
+    longer = [*ANSWERED, *said("the cat", "s")]
+    bundle, given = chat_bundle(tmp_path, BLOCKS), [{"messages": m} for m in (ANSWERED, longer)]
+    rows = listed(read(bundle, *given))
     prompt, answer = ids("Q1: two and two?\nA: "), [*ids("four"), EOS]
     first = list(range(len(prompt) - 1, len(prompt) + len(answer) - 1))
     # no special tokens but the template's own, and none twice
@@ -274,8 +251,6 @@ def test_conversations_become_rows_with_every_answer_scored(tmp_path: Path) -> N
     before = [*prompt, *answer, *ids("\nQ2: the cat\nA: ")]
     last = [len(before) - 1, len(before)]
     assert rows[1] == ([*before, *ids("s"), EOS, *ids("\n")], [*first, *last])
-    reading = Reading(loss_on="last")
-    assert listed(tokenize(bundle, source, 99, tmp_path / "out", reading))[1][1] == last
-    reading = Reading(loss_on="all")
-    tokens, scored = listed(tokenize(bundle, source, 99, tmp_path / "out", reading))[1]
+    assert listed(read(bundle, *given, reading=Reading(loss_on="last")))[1][1] == last
+    tokens, scored = listed(read(bundle, *given, reading=Reading(loss_on="all")))[1]
     assert scored == list(range(len(tokens) - 1))

@@ -15,48 +15,31 @@ import pytest
 from support.token_rows import (
     BOS,
     EOS,
+    SPECIAL,
     VOCAB,
     after,
+    chat_bundle,
     ids,
     listed,
     make_bundle,
-    make_tokenizer,
+    read,
+    row_texts,
     tokenize,
 )
 
 from runtime.config.shared import DATA_SUFFIXES
 from runtime.core.errors import DataError
 from runtime.data.records import READERS, TEXT, encoding_of, records, suffix_of
-from runtime.data.source import READ_ALL, Reading, prepare_tokens, split_file
+from runtime.data.source import Reading, prepare_tokens, split_file
 from runtime.data.token_rows import TokenRows
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}<eos>{% endfor %}{{ 'a: ' if "
 CHAT += "add_generation_prompt else '' }}"
-SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True}
 
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    return make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": CHAT})
-
-
-def read(
-    bundle: Path, rows: list[Any], reading: Reading = READ_ALL, length: int = 200
-) -> TokenRows:
-    source = bundle.parent / "rows.jsonl"
-    source.write_text("\n".join(map(json.dumps, rows)))
-    return tokenize(bundle, source, length, bundle.parent / "out", reading)
-
-
-def texts(rows: TokenRows) -> list[tuple[str, str]]:
-    """Each row as text, and what of it is scored."""
-    tokenizer = make_tokenizer()
-
-    def text(tokens: Any) -> str:
-        return "".join(str(tokenizer.id_to_token(int(token))) for token in tokens)
-
-    found = [rows.row(index) for index in range(len(rows))]
-    return [(text(tokens), text(tokens[1:][scored])) for tokens, scored in found]
+    return chat_bundle(tmp_path, CHAT)
 
 
 TOLD = ("s: s<eos>u: a?<eos>a: yes<eos>", "yes<eos>")
@@ -89,15 +72,15 @@ ALPACA = {"instruction": "a?", "input": "", "output": "yes"}
 def test_fields_are_recognised_and_named(
     bundle: Path, row: object, name: str, expected: tuple[str, str]
 ) -> None:
-    rows = read(bundle, [row])
-    assert texts(rows) == [expected]
+    rows = read(bundle, row)
+    assert row_texts(rows) == [expected]
     assert rows.report.formats == {name: 1}
 
 
 def test_alpaca_has_its_own_prompt_where_there_is_no_template(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path / "plain", SPECIAL)
-    rows = read(bundle, [{**ALPACA, "input": "b"}, ALPACA], length=400)
-    (first, scored), (second, _) = texts(rows)
+    rows = read(bundle, {**ALPACA, "input": "b"}, ALPACA)
+    (first, scored), (second, _) = row_texts(rows)
     assert first.endswith("### Instruction:\na?\n\n### Input:\nb\n\n### Response:\nyes<eos>")
     assert scored == "yes<eos>"
     assert "### Input" not in second and "further context" in first
@@ -106,16 +89,17 @@ def test_alpaca_has_its_own_prompt_where_there_is_no_template(tmp_path: Path) ->
 
 def test_columns_name_other_fields(bundle: Path) -> None:
     reading = Reading(columns={"prompt": "q", "completion": "a"})
-    rows = read(bundle, [{"q": "a?", "a": " b", "text": "not this"}], reading)
-    assert texts(rows) == [COMPLETED]
+    rows = read(bundle, {"q": "a?", "a": " b", "text": "not this"}, reading=reading)
+    assert row_texts(rows) == [COMPLETED]
     with pytest.raises(DataError, match=r"line 1: it has no field 'q', which --columns names; it"):
-        read(bundle, [{"question": "a?"}], reading)
+        read(bundle, {"question": "a?"}, reading=reading)
 
 
 def test_a_column_that_is_named_is_no_mark_of_answers(bundle: Path) -> None:
     reading = Reading(columns={"prompt": "sentence", "completion": "label"})
-    rows = read(bundle, [{"sentence": "a", "label": bit} for bit in (0, 1, "false")], reading)
-    assert [scored for _, scored in texts(rows)] == ["0<eos>", "1<eos>", "false<eos>"]
+    labelled = ({"sentence": "a", "label": bit} for bit in (0, 1, "false"))
+    rows = read(bundle, *labelled, reading=reading)
+    assert [scored for _, scored in row_texts(rows)] == ["0<eos>", "1<eos>", "false<eos>"]
     assert (rows.report.dropped, rows.report.lost) == ({}, {})
 
 
@@ -135,6 +119,7 @@ def test_a_column_that_is_named_is_no_mark_of_answers(bundle: Path) -> None:
             {"translation": {"en": "x"}, "good": True},
             r"expected .*'translation' \(an object\), 'go",
         ),
+        ({"messages": str(ASKED + ANSWER)}, "its list is text that is no"),
         ({"messages": ASKED + ANSWER, "tools": "none"}, "its tools are text that is no JSON: 'no"),
         (
             {"messages": ASKED + ANSWER, "tools": '[{"a": 1, "a": 2}]'},
@@ -144,7 +129,7 @@ def test_a_column_that_is_named_is_no_mark_of_answers(bundle: Path) -> None:
 )
 def test_fields_that_fit_nothing_are_refused(bundle: Path, row: object, complaint: str) -> None:
     with pytest.raises(DataError, match=f"rows.jsonl, line 1: {complaint}"):
-        read(bundle, [row])
+        read(bundle, row)
 
 
 ROWS = [{"prompt": "a?", "completion": " b\nc"}, {"prompt": "\u00e9", "completion": "d"}]
@@ -320,11 +305,6 @@ def test_a_folder_s_files_that_are_no_split_are_named(bundle: Path, tmp_path: Pa
         split_file(Path("https://example.org/x.jsonl"), "train")
 
 
-def test_a_list_in_python_s_notation_is_refused(bundle: Path) -> None:
-    with pytest.raises(DataError, match="line 1: its list is text that is no"):
-        read(bundle, [{"messages": str(ASKED + ANSWER)}])
-
-
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -382,7 +362,7 @@ def test_everything_is_counted(bundle: Path) -> None:
         {"messages": ASKED},
         {"text": ""},
     ]
-    found = read(bundle, rows, Reading(skip_bad_rows=True), 8)
+    found = read(bundle, *rows, reading=Reading(skip_bad_rows=True), length=8)
     report = found.report
     assert listed(found) == [
         after([BOS, *ids("abc"), EOS]),
@@ -410,7 +390,7 @@ def test_everything_is_counted(bundle: Path) -> None:
 
 
 def test_only_the_first_warnings_are_kept(bundle: Path) -> None:
-    report = read(bundle, [{"text": "abcd" * n} for n in range(1, 20)], length=6).report
+    report = read(bundle, *({"text": "abcd" * n} for n in range(1, 20)), length=6).report
     assert (len(report.warnings), report.warned, report.cut) == (5, 18, 18)
     assert report.warning_lines()[-1] == "and 13 more such rows"
 
@@ -440,4 +420,4 @@ def test_a_split_is_by_content_and_complete(bundle: Path, tmp_path: Path, suffix
 
 def test_a_split_that_leaves_nothing_is_refused(bundle: Path) -> None:
     with pytest.raises(DataError, match="--valid-split 5% of 3 rows holds out all, since"):
-        read(bundle, [{"text": "same"}] * 3, Reading(valid_share=0.05))
+        read(bundle, *[{"text": "same"}] * 3, reading=Reading(valid_share=0.05))

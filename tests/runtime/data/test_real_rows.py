@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.token_rows import make_bundle, make_tokenizer, tokenize
+from support.token_rows import SPECIAL, chat_bundle, make_bundle, read, row_texts, tokenize
 
 from runtime.core.errors import DataError
 from runtime.data.chat import ChatTemplate
 from runtime.data.fields import NEUTRAL, RECORD, VERDICTS
 from runtime.data.report import FURTHER, MOST_LOST
-from runtime.data.source import READ_ALL, Reading
+from runtime.data.source import Reading
 from runtime.data.text_encoder import load_encoder
 from runtime.data.token_rows import TokenRows
 
@@ -25,7 +25,6 @@ CHAT = (
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
     "{% endfor %}<eos>{% endfor %}{{ 'assistant: ' if add_generation_prompt else '' }}"
 )
-SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True}
 ASKED = {"role": "user", "content": "a?"}
 ANSWER = {"role": "assistant", "content": "yes"}
 CHATTED = "user: a?<eos>assistant: yes<eos>"
@@ -40,29 +39,31 @@ CALL: dict[str, Any] = {"type": "function", "function": {"name": "clock", "argum
 HUMAN = {"from": "human", "value": "a?"}
 PAIR = {"prompt": "a", "completion": "b"}
 ALPACA = {"instruction": "a?", "output": "yes"}
+UNWRITTEN = "which the chat template of bundle does not write"
+
+
+def chat(*answers: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    turns = [turn for answer in answers for turn in (ASKED, {**ANSWER, **answer})]
+    return {"messages": turns, **fields}
+
+
+def calling(arguments: object) -> dict[str, Any]:
+    """A conversation whose answer calls the clock with these arguments."""
+    call = {"type": "function", "function": {"name": "clock", "arguments": arguments}}
+    return chat({"content": None, "tool_calls": [call]})
 
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    return make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": CHAT})
-
-
-def read(bundle: Path, *rows: dict[str, Any], reading: Reading = READ_ALL) -> TokenRows:
-    source = bundle.parent / "rows.jsonl"
-    source.write_text("\n".join(map(json.dumps, rows)))
-    return tokenize(bundle, source, 400, bundle.parent / "out", reading)
+    return chat_bundle(tmp_path, CHAT)
 
 
 def texts(rows: TokenRows) -> list[str]:
-    return [_text(rows.row(at)[0]) for at in range(len(rows))]
+    return [text for text, _ in row_texts(rows)]
 
 
 def scored(rows: TokenRows) -> list[str]:
-    return [_text(tokens[1:][places]) for tokens, places in map(rows.row, range(len(rows)))]
-
-
-def _text(tokens: Any) -> str:
-    return "".join(str(make_tokenizer().id_to_token(int(token))) for token in tokens)
+    return [text for _, text in row_texts(rows)]
 
 
 def texts_counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -78,11 +79,6 @@ def texts_counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return rendered
 
 
-def chat(*answers: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    turns = [turn for answer in answers for turn in (ASKED, {**ANSWER, **answer})]
-    return {"messages": turns, **fields}
-
-
 @pytest.mark.parametrize(
     "switch",
     [
@@ -96,12 +92,8 @@ def test_an_answer_that_is_switched_off_is_context(bundle: Path, switch: dict[st
     assert texts(rows) == ["user: a?<eos>assistant: no<eos>" + CHATTED]
     assert scored(rows) == ["yes<eos>"]
     assert (rows.report.lost, rows.report.warned) == ({}, 0)
-    turns = [
-        HUMAN,
-        {"from": "gpt", "value": "no", **switch},
-        HUMAN,
-        {"from": "gpt", "value": "yes"},
-    ]
+    said = ({"from": "gpt", "value": "no", **switch}, {"from": "gpt", "value": "yes"})
+    turns = [turn for answer in said for turn in (HUMAN, answer)]
     assert scored(read(bundle, {"conversations": turns})) == ["yes<eos>"]
     everything = read(bundle, chat({"content": "no", **switch}, {}), reading=Reading(loss_on="all"))
     assert "no<eos>" not in scored(everything)[0]
@@ -120,11 +112,6 @@ def test_special_tokens_are_no_characters_without_tokens(tmp_path: Path) -> None
     assert (unknown_in(f"a{end}"), unknown_in(f"a\uff5c{end}")) == ([], ["\uff5c"])
 
 
-def test_other_weights_are_refused(bundle: Path) -> None:
-    with pytest.raises(DataError, match=r"message 2 has weight 0\.5; known are 0 and 1"):
-        read(bundle, chat({"weight": 0.5}))
-
-
 @pytest.mark.parametrize("key", ["thinking", "reasoning_content", "reasoning"])
 def test_reasoning_goes_where_the_template_reads_it(bundle: Path, key: str) -> None:
     rows = read(bundle, chat({key: "hm"}))
@@ -134,13 +121,12 @@ def test_reasoning_goes_where_the_template_reads_it(bundle: Path, key: str) -> N
 
 def test_reasoning_that_the_template_does_not_write_is_counted(tmp_path: Path) -> None:
     template = CHAT.replace("thinking", "other")
-    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
-    report = read(bundle, chat({"reasoning_content": "hm"}), chat({"thinking": "hm"}), chat({}))
-    assert report.report.lost == {
-        "'reasoning_content' in a message, which the chat template of bundle does not write": 1,
-        "'thinking' in a message, which the chat template of bundle does not write": 1,
+    rows = (chat({"reasoning_content": "hm"}), chat({"thinking": "hm"}), chat({}))
+    report = read(chat_bundle(tmp_path, template), *rows).report
+    assert report.lost == {
+        f"'{name}' in a message, {UNWRITTEN}": 1 for name in ("reasoning_content", "thinking")
     }
-    assert report.report.warning_lines()[0].startswith("1 row with 'reasoning_content'")
+    assert report.warning_lines()[0].startswith("1 row with 'reasoning_content'")
 
 
 @pytest.mark.parametrize(
@@ -170,27 +156,7 @@ def test_older_calls_are_todays(bundle: Path, row: dict[str, Any]) -> None:
     ids=str,
 )
 def test_arguments_become_an_object(bundle: Path, given: object, written: str) -> None:
-    call = {"type": "function", "function": {"name": "clock", "arguments": given}}
-    rows = read(bundle, chat({"content": None, "tool_calls": [call]}))
-    assert scored(rows) == [f"clock{written}<eos>"]
-
-
-@pytest.mark.parametrize("given", ["zone CET", "[1]", 5, "('a',)"])
-def test_other_arguments_are_refused_with_the_call(bundle: Path, given: object) -> None:
-    call = {"type": "function", "function": {"name": "clock", "arguments": given}}
-    with pytest.raises(DataError, match="message 2 calls 'clock' with arguments that are no JSON"):
-        read(bundle, chat({"content": None, "tool_calls": [call]}))
-
-
-def test_a_key_that_stands_twice_inside_of_text_is_refused(bundle: Path) -> None:
-    twice = '{"zone": "CET", "zone": "UTC"}'
-    call = {"type": "function", "function": {"name": "clock", "arguments": twice}}
-    why = "it has the key 'zone' twice"
-    with pytest.raises(DataError, match=f"message 2 calls 'clock' with arguments: {why}"):
-        read(bundle, chat({"content": None, "tool_calls": [call]}))
-    for row in (chat({}, tools=f"[{twice}]"), {"messages": f"[{twice}]"}):
-        with pytest.raises(DataError, match=why):
-            read(bundle, row)
+    assert scored(read(bundle, calling(given))) == [f"clock{written}<eos>"]
 
 
 def test_parquet_gives_the_tokens_of_json_lines(bundle: Path) -> None:
@@ -209,7 +175,7 @@ def test_parquet_gives_the_tokens_of_json_lines(bundle: Path) -> None:
     lines = texts(read(bundle, *rows))
     table = bundle.parent / "rows.parquet"
     parquet.write_table(arrow.Table.from_pylist(rows), table)
-    padded = tokenize(bundle, table, 400, bundle.parent / "out-table", READ_ALL)
+    padded = tokenize(bundle, table, 400, bundle.parent / "out-table")
     assert texts(padded) == lines
 
 
@@ -219,12 +185,9 @@ def test_cells_that_are_empty_or_numbers(bundle: Path) -> None:
 
 
 def test_alpacas_history_and_system(bundle: Path) -> None:
-    row = {**ALPACA, "input": "", "system": "s"}
-    rows = read(bundle, {**row, "history": [["b?", "no"]]})
+    rows = read(bundle, {**ALPACA, "input": "", "system": "s", "history": [["b?", "no"]]})
     assert texts(rows) == ["system: s<eos>user: b?<eos>assistant: no<eos>" + CHATTED]
     assert scored(rows) == ["no<eos>yes<eos>"]
-    with pytest.raises(DataError, match="history is no list of pairs"):
-        read(bundle, {**row, "history": ["b?"]})
 
 
 def test_alpacas_own_prompt_has_no_history(tmp_path: Path) -> None:
@@ -247,21 +210,42 @@ def test_answers_that_are_labelled_false_are_dropped(bundle: Path) -> None:
         assert report.lost == {"the field 'label', which is not read": 1}
 
 
-def test_pairs_are_refused_with_the_way_out(bundle: Path) -> None:
-    with pytest.raises(DataError, match=r"pairs are not trained on.*--columns completion=chosen"):
-        read(bundle, {"prompt": "a", "chosen": "b", "rejected": "c"})
-    openai = {"input": {"messages": ASKED}, "preferred_output": ANSWER, "non_preferred_output": []}
-    with pytest.raises(DataError, match="not trained on; write its input and the preferred one as"):
-        read(bundle, openai)
-
-
 def test_what_a_row_has_for_the_template(bundle: Path) -> None:
     row = chat({}, documents=[{"text": "d"}], chat_template_kwargs={"style": "s", "depth": 2})
     rows = read(bundle, row)
     assert texts(rows) == ["[d]s" + CHATTED]
     assert rows.report.lost == {"'depth' for the chat template, which does not read it": 1}
-    with pytest.raises(DataError, match="chat_template_kwargs may not hold 'messages'"):
-        read(bundle, chat({}, chat_template_kwargs={"messages": []}))
+
+
+TWICE = '{"zone": "CET", "zone": "UTC"}'
+NO_JSON = "message 2 calls 'clock' with arguments that are no JSON"
+OPENAI = {"input": {"messages": ASKED}, "preferred_output": ANSWER, "non_preferred_output": []}
+PREFERRED = {"prompt": "a", "chosen": "b", "rejected": "c"}
+NARRATED = {"messages": [{"role": "narrator", "content": "a?"}, ANSWER]}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (chat({"weight": 0.5}), r"message 2 has weight 0\.5; known are 0 and 1"),
+        *((calling(given), NO_JSON) for given in ("zone CET", "[1]", 5, "('a',)")),
+        (calling(TWICE), "message 2 calls 'clock' with arguments: it has the key 'zone' twice"),
+        (chat({}, tools=f"[{TWICE}]"), "it has the key 'zone' twice"),
+        ({"messages": f"[{TWICE}]"}, "it has the key 'zone' twice"),
+        ({**ALPACA, "input": "", "history": ["b?"]}, "history is no list of pairs"),
+        (PREFERRED, "pairs are not trained on.*--columns completion=chosen"),
+        (OPENAI, "not trained on; write its input and the preferred one as"),
+        (chat({}, chat_template_kwargs={"messages": []}), "kwargs may not hold 'messages'"),
+        (NARRATED, "message 1 has the role 'narrator', which the chat templ"),
+        ({**ALPACA, "system": ["s"]}, r"its system is not text: \['s'\]"),
+        (chat({}, functions=ZONE), "tools is not a list of declarations"),
+    ],
+)
+def test_rows_that_cannot_be_learnt_are_refused_by_their_cause(
+    bundle: Path, row: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        read(bundle, row)
 
 
 @pytest.mark.parametrize(
@@ -307,8 +291,6 @@ def test_roles_have_many_names(bundle: Path, name: str) -> None:
     shared = [{"from": "User", "value": "a?"}, {"from": name, "value": "yes"}]
     rows = read(bundle, {"messages": turns}, {"messages": shared}, {"conversations": shared})
     assert texts(rows) == [CHATTED] * 3
-    with pytest.raises(DataError, match="message 1 has the role 'narrator', which the chat templ"):
-        read(bundle, {"messages": [{"role": "narrator", "content": "a?"}, ANSWER]})
 
 
 MINIMAL: dict[str, dict[str, Any]] = {
@@ -421,7 +403,7 @@ def test_many_fields_of_a_message_take_no_more_texts_than_one(
     unread = "".join(f"{{% set x = m.{name} %}}" for name in read_names[20:])
     template = CHAT.replace("{{ m.role }}", "{{ m.role }}" + lines + unread, 1)
     assert template != CHAT
-    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
+    bundle = chat_bundle(tmp_path, template)
     counts = []
     for names in (read_names[:1], read_names[:20], read_names):
         rendered = texts_counted(monkeypatch)
@@ -443,11 +425,10 @@ def test_what_a_template_writes_of_the_last_turn_alone_is_counted(tmp_path: Path
         "{% endif %}{{ m.content if loop.last else m.content.split('|')[-1] }}<eos>{% endfor %}"
         "{{ 'assistant: ' if add_generation_prompt else '' }}"
     )
-    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
-    written = "which the chat template of bundle does not write"
+    bundle = chat_bundle(tmp_path, template)
     rows = read(bundle, chat({"thinking": "hm"}, {"thinking": "ho"}), chat({"content": "b|c"}, {}))
     assert rows.report.lost == {
-        f"'thinking' in a message, {written}": 1,
+        f"'thinking' in a message, {UNWRITTEN}": 1,
         "a message of which the chat template of bundle does not write all": 1,
     }
     assert read(bundle, chat({}, {"thinking": "ho"})).report.lost == {}
@@ -475,7 +456,7 @@ def test_a_word_of_the_template_is_no_role_of_its_own(tmp_path: Path, name: str)
     template = CHAT.replace(
         "{{ m.role }}", f"{{{{ '{name}' if m.role == 'assistant' else m.role }}}}"
     )
-    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
+    bundle = chat_bundle(tmp_path, template)
     turns = [{"role": "human", "content": "a?"}, {"role": "model", "content": "yes"}]
     rows = read(bundle, {"messages": turns})
     assert texts(rows) == [f"user: a?<eos>{name}: yes<eos>"]
@@ -497,7 +478,7 @@ def test_a_result_has_the_role_that_the_template_names(
     tmp_path: Path, theirs: str, name: str
 ) -> None:
     template = NAMED.replace("RESULT", theirs)
-    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
+    bundle = chat_bundle(tmp_path, template)
     called = {"role": "assistant", "content": None, "function_call": OLDER}
     rows = read(bundle, {"messages": [ASKED, called, {"role": name, "content": "ten"}, ANSWER]})
     written = f'user: "a?"<eos>assistant: clock<eos>{theirs}: "ten"<eos>assistant: yes<eos>'
@@ -507,17 +488,16 @@ def test_a_result_has_the_role_that_the_template_names(
 
 def test_a_result_keeps_a_role_that_the_template_names_beside_another(tmp_path: Path) -> None:
     template = NAMED.replace("'RESULT'", "'tool' or m.role == 'observation'")
-    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
+    bundle = chat_bundle(tmp_path, template)
     for name in ("tool", "observation"):
         rows = read(bundle, {"messages": [ASKED, {"role": name, "content": "ten"}, ANSWER]})
         assert f'<eos>{name}: "ten"<eos>' in texts(rows)[0]
 
 
 def test_a_result_that_the_template_does_not_write_is_counted(tmp_path: Path) -> None:
-    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": NAMED})
+    bundle = chat_bundle(tmp_path, NAMED)
     rows = read(bundle, {"messages": [ASKED, {"role": "tool", "content": "ten"}, ANSWER]})
-    written = "which the chat template of bundle does not write"
-    assert rows.report.lost == {f"a message of 'tool', {written}": 1}
+    assert rows.report.lost == {f"a message of 'tool', {UNWRITTEN}": 1}
 
 
 def test_a_field_of_calls_is_counted_beside_a_written_one_of_the_message(tmp_path: Path) -> None:
@@ -526,12 +506,11 @@ def test_a_field_of_calls_is_counted_beside_a_written_one_of_the_message(tmp_pat
         "{% for m in messages %}{{ m.content }}{{ m.note }}"
         "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}<eos>{% endfor %}"
     )
-    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": template})
+    bundle = chat_bundle(tmp_path, template)
     called = {"function": {"name": "clock", "arguments": {}, "note": "ten"}}
     asking = {"role": "assistant", "content": "yes", "note": "a", "tool_calls": [called]}
     rows = read(bundle, {"messages": [ASKED, asking, {"role": "tool", "content": "b"}, ANSWER]})
-    written = "which the chat template of bundle does not write"
-    assert rows.report.lost == {f"'note' in a tool call, {written}": 1}
+    assert rows.report.lost == {f"'note' in a tool call, {UNWRITTEN}": 1}
 
 
 @pytest.mark.parametrize("check", ["", "{% if 'mark' in m.content %}{{ refuse() }}{% endif %}"])
@@ -542,7 +521,7 @@ def test_of_many_results_those_are_counted_that_are_not_written(
     named = NAMED.replace("'RESULT'", "'tool' and loop.index < 20").replace(
         "{{ m.role", check + "{{ m.role"
     )
-    bundle = make_bundle(tmp_path / "bundle", {**SPECIAL, "chat_template": named})
+    bundle = chat_bundle(tmp_path, named)
     rendered = texts_counted(monkeypatch)
     results = [ASKED, *[{"role": "tool", "content": "ten"}] * 15, ANSWER]
     assert not read(bundle, {"messages": results}).report.lost
@@ -555,14 +534,10 @@ def test_of_many_results_those_are_counted_that_are_not_written(
 def test_a_system_is_text(bundle: Path) -> None:
     rows = read(bundle, {**ALPACA, "system": 5}, {"conversations": [HUMAN, ANSWER], "system": 5})
     assert texts(rows) == ["system: 5<eos>" + CHATTED] * 2
-    with pytest.raises(DataError, match=r"its system is not text: \['s'\]"):
-        read(bundle, {**ALPACA, "system": ["s"]})
 
 
-def test_blank_tools_are_none_and_others_are_refused(bundle: Path) -> None:
+def test_blank_tools_are_none(bundle: Path) -> None:
     assert texts(read(bundle, chat({"tool_calls": {}}, tools=" "))) == [CHATTED]
-    with pytest.raises(DataError, match="tools is not a list of declarations"):
-        read(bundle, chat({}, functions=ZONE))
 
 
 @pytest.mark.parametrize("text", ["\u200b", "\ufeff", "<eos>", "<think>\n\n</think>\n"], ids=ascii)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_encoders import CALLED, CLOCK, SYSTEM, TWO, said
+from support.chat_encoders import CALLED, CLOCK, SYSTEM, TWO, said, scored_texts
 
 from runtime.data.chat import ChatTemplate
 from runtime.data.fields import Conversation
@@ -53,18 +53,6 @@ class Real:
     def row(self, messages: object, tools: object, loss_on: str = "assistant") -> Row:
         return row_of(Conversation(messages, tools), self.encoder, loss_on)
 
-    def scored_texts(self, row: Row) -> list[str]:
-        """The text of each run of scored tokens."""
-        runs: list[list[int]] = []
-        before = 0
-        for token, scored in zip(row.tokens, row.scored, strict=True):
-            if scored and not before:
-                runs.append([])
-            if scored:
-                runs[-1].append(token)
-            before = scored
-        return [self.encoder.show(run) for run in runs]
-
 
 @pytest.fixture(scope="module", params=NAMES)
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Real:
@@ -100,8 +88,8 @@ def test_answers_with_their_ends_are_scored_and_nothing_else(real: Real, case: s
     expected = [text + END[real.name] for text in trimmed]
     if real.name == "qwen3":  # its template writes an empty thought before the last answer
         expected[-1] = "<think>\n\n</think>\n\n" + expected[-1]
-    assert real.scored_texts(real.row(messages, None)) == expected
-    assert real.scored_texts(real.row(messages, None, "last")) == expected[-1:]
+    for loss_on, texts in (("assistant", expected), ("last", expected[-1:])):
+        assert scored_texts(real.encoder, real.row(messages, None, loss_on)) == texts
 
 
 @pytest.mark.parametrize("case", ["two turns", "spaces and scripts"])
@@ -162,6 +150,6 @@ def test_harmony_with_the_tokenizer_of_gpt_oss(tmp_path: Path) -> None:
         ids = theirs.apply_chat_template(answered, tools=tools, return_dict=True)["input_ids"]
         assert ours.row(messages, tools).tokens == ids
     final = "<|channel|>final<|message|>"
-    scored = ours.scored_texts(ours.row(SPACES, None))
+    scored = scored_texts(ours.encoder, ours.row(SPACES, None))
     answers = [message["content"] for message in SPACES[1::2]]
     assert scored == [f"{final}{answers[0]}<|end|>", f"{final}{answers[1]}<|return|>"]

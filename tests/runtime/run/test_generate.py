@@ -13,8 +13,8 @@ import pytest
 from support.bundles import copied, say, settings
 from support.checkpoints import weights_of, write_folder
 from support.generation import continued, generating, pieces
-from support.text_bundle import SPECIAL, text_bundle, text_checkpoint
-from support.token_rows import BOS, VOCAB, ids, make_tokenizer, write_tokenizer
+from support.text_bundle import text_bundle, text_checkpoint
+from support.token_rows import BOS, SPECIAL, VOCAB, ids, make_tokenizer, write_tokenizer
 
 import ondevice
 from export.bundle import export_bundle
