@@ -35,13 +35,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from runtime.core.documents import from_json
-from runtime.core.errors import StorageError, UsageError
+from runtime.core.errors import StorageError, UsageError, WorkerError
 from runtime.core.notes import Note, silent, warning
 from runtime.parallel.shared_folder import SharedFolder, pause
 from runtime.parallel.workers import AGREE_STEPS, shares
 
 LINES = 100  # of a file of the log; until there are so many, they are in the tasks
 FIRST_PATIENCE_S, LEAST_PATIENCE_S = 30.0, 5.0  # for the first numbers of a worker, and later
+SILENT_S = 30.0  # after which a worker says that it waits
 PATIENCE = 3.0  # times as long as it has taken before, or the coordinator takes
 SLOW = 1e-9  # items per second of a worker that has sent none yet, and a least time in s
 RUN, LOG, TASK, HERE, PART = "run", ".log", ".step", ".here", ".part"
@@ -144,7 +145,7 @@ class Fleet:
         """
         header, *self._lines = log
         self._note = note
-        before = described(self._folder)
+        before = described(self.path)
         if before is not None and before.header != header:
             raise UsageError(
                 f"{self.path} is the folder of another training, whose log begins with the SHA-256 "
@@ -155,29 +156,29 @@ class Fleet:
             if name.endswith((LOG, TASK, HERE, PART)) and _OURS.fullmatch(name):
                 self._folder.remove(name)
         self._folder.session = secrets.token_hex(4)
-        for first in range(0, len(self._lines), LINES):
-            self._keep(first)
-        self._kept = len(self._lines) // LINES * LINES
+        self._keep()
         description = Description(dict(facts), header, sums, self._folder.session)
-        self._folder.write(RUN, msgspec.json.encode(description), session="")
+        SharedFolder(self.path).write(RUN, msgspec.json.encode(description))
         self._folder.nbytes = 0
 
     def learned(self, line: str) -> None:
         """Take the line of a step, which its log now has."""
         self._lines.append(line)
-        if len(self._lines) - self._kept < LINES:
-            return
-        first = self._kept
-        if self._tried(lambda: self._keep(first)):
-            self._kept += LINES
-            for step in range(first, first + LINES):
-                self._folder.remove(f"{step:08d}{TASK}")
 
     def share(self, step: int, lengths: Sequence[int], compute: Compute) -> Numbers:
         """The numbers of all items of a step, of which each has as many as `lengths` says.
 
         `compute` computes those of some items, in their order.
+
+        Raises:
+            WorkerError: another training, or this one elsewhere, has begun in the folder.
         """
+        now = described(self.path) if step % AGREE_STEPS == 0 else None
+        if now is not None and now.session != self._folder.session:
+            raise WorkerError(
+                f"{self.path} now has the messages of another process that trains, begun later "
+                "than this one; give this one another folder, or none"
+            )
         came = self._admit(step)
         speeds = [member.speed for member in (self._own, *self._members.values())]
         mine, *others = shares(len(lengths), speeds)
@@ -200,36 +201,34 @@ class Fleet:
         """Tell all workers that the training is over."""
         self._admit(len(self._lines))
         self._post(len(self._lines), None, self.digest())
+        if self._unwritten:
+            again = f"once they can see it: --resume RUN --parallel folder={self.path}"
+            self._note(warning(f"workers do not know that the training is over; tell them {again}"))
         if self._steps:
             self._note(
                 f"workers computed {self._items[0]} of {self._items[1]} parts of {self._steps} "
                 f"steps; a step took {self._folder.nbytes / self._steps:.0f} bytes in {self.path}"
             )
 
-    def _keep(self, first: int) -> None:
-        lines = "".join(self._lines[first : first + LINES])
-        self._folder.write(f"{first:08d}{LOG}", lines.encode())
+    def _keep(self) -> None:
+        """Write the lines that are in no file of the log. Raises StorageError."""
+        for first in range(self._kept, len(self._lines), LINES):
+            lines = "".join(self._lines[first : first + LINES])
+            self._folder.write(f"{first:08d}{LOG}", lines.encode())
+        self._kept = len(self._lines) // LINES * LINES
 
     def _post(self, step: int, told: Mapping[str, Sequence[int]] | None, digest: str) -> None:
         line = self._lines[-1] if self._lines else "null"
         task = f'[{json.dumps(told, separators=(",", ":"))},"{digest}",{line.strip()}]'
-
-        def write() -> None:
-            if self._unwritten:
-                self._keep(self._kept)  # with the lines of tasks that could not be written
+        try:  # only workers need it, without whom the training goes on
+            if self._unwritten or len(self._lines) - self._kept >= LINES:
+                self._keep()  # with the lines of tasks that could not be written
             self._folder.write(f"{step:08d}{TASK}", task.encode())
-
-        self._unwritten = not self._tried(write)
-
-    def _tried(self, write: Callable[[], None]) -> bool:
-        """Write what only workers need, without whom the training goes on."""
-        try:
-            write()
+            self._unwritten = False
         except StorageError as problem:
             if not self._unwritten:
                 self._note(warning(f"workers wait until the folder can be written: {problem}"))
-            return False
-        return True
+            self._unwritten = True
 
     def _admit(self, step: int) -> bool:
         """Take in those who ask for items; returns whether there are any."""
@@ -239,6 +238,8 @@ class Fleet:
                 self._folder.ignored.add(name)
             elif name.endswith(PART) and int(name[:8]) < step:
                 self._folder.remove(name)  # it came too late, or was read
+            elif name.endswith(TASK) and int(name[:8]) < self._kept:
+                self._folder.remove(name)  # its line is in a file of the log
             elif name.endswith(HERE) and self._folder.read(name) is not None:
                 self._folder.remove(name)
                 who = name.removesuffix(HERE)
@@ -267,12 +268,13 @@ class Fleet:
             for name, items in [*waiting.items()]:
                 member = self._members[name]
                 least_s = LEAST_PATIENCE_S if member.latest_s else FIRST_PATIENCE_S
+                patience_s = max(least_s, PATIENCE * max(own_s, member.latest_s))
                 answer = self._answer(f"{step:08d}-{name}{PART}", items, lengths)
                 if answer is not None:
                     seconds, received[name] = answer
                     member.measured(seconds, len(items))
-                    member.latest_s = passed
-                elif passed > max(least_s, PATIENCE * max(own_s, member.latest_s)):
+                    member.latest_s = min(passed, patience_s)  # this process may have been stopped
+                elif passed > patience_s:
                     self._note(f"the worker {name} has left: no numbers in {passed:.1f} s")
                     del self._members[name]
                 elif not self.hurry():
@@ -330,11 +332,11 @@ class Guest:
         self.folder = SharedFolder(path)
         self.name = f"{re.sub('[^A-Za-z0-9]', '', host)[:12]}_{secrets.token_hex(2)}"
         self._log: tuple[int, list[str]] = 0, []  # lines from a step on
-        self._since = time.monotonic()
+        self.went_on()
 
     def met(self) -> Description | None:
         """The training of the folder, if it is there; from now on messages are of its session."""
-        description = described(self.folder)
+        description = described(self.folder.path)
         if description is not None and description.session != self.folder.session:
             self.folder.session, self._log = description.session, (0, [])
         return description
@@ -367,22 +369,23 @@ class Guest:
 
     def went_on(self) -> None:
         """Something has happened, and more may follow soon."""
-        self._since = time.monotonic()
+        self._since, self._silent_s = time.monotonic(), SILENT_S
 
-    def wait(self) -> None:
-        """Wait before the next look, the longer the less has happened."""
-        pause(time.monotonic() - self._since)
+    def wait(self, missing: str, note: Note) -> None:
+        """Wait before the next look, the longer the less has happened; say so after long."""
+        waited_s = time.monotonic() - self._since
+        if waited_s > self._silent_s:
+            self._silent_s = 2 * waited_s
+            note(f"nothing new in {self.folder.path} for {waited_s:.0f} s: waiting for {missing}")
+        pause(waited_s)
 
 
-def described(folder: SharedFolder) -> Description | None:
+def described(path: Path) -> Description | None:
     """The training that a folder is for; None if it is for none, or that is not visible yet."""
-    content = folder.read(RUN, session="")
-    if content is None:
-        return None
+    content = SharedFolder(path).read(RUN)
     try:
-        return msgspec.json.decode(content, type=Description)
+        return None if content is None else msgspec.json.decode(content, type=Description)
     except (msgspec.MsgspecError, UnicodeError):
-        folder.ignored.add(RUN)
         return None
 
 

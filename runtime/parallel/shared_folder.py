@@ -11,6 +11,7 @@ import hashlib
 import shutil
 import time
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 
 from runtime.core.errors import BundleError, OnDeviceError
@@ -27,7 +28,7 @@ def pause(waited_s: float) -> None:
 
 
 class SharedFolder:
-    """The messages of a folder; `session` is a name that is in no file."""
+    """The messages of a folder; `session` is a name that is in no file, at first that of none."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.session = path, ""
@@ -38,11 +39,11 @@ class SharedFolder:
         """The names of all files but hidden ones; none while the folder cannot be reached."""
         try:
             names = [path.name for path in self.path.iterdir()]
+            return [name for name in names if not name.startswith((".", "~"))]
         except OSError:
             return []
-        return [name for name in names if not name.startswith((".", "~"))]
 
-    def read(self, name: str, session: str | None = None) -> bytes | None:
+    def read(self, name: str) -> bytes | None:
         """The content of a message; None if it is not there, or the file is none."""
         try:
             data = read_small(self.path / name, MOST_BYTES, "a message")
@@ -52,16 +53,16 @@ class SharedFolder:
             self.ignored.add(name)
             return None
         content = data[SEAL_BYTES:]
-        if data != self._sealed(name, content, session):
+        if data != self._sealed(name, content):
             self.ignored.add(name)
             return None
         self.ignored.discard(name)  # it was not whole when it was read before
         self.nbytes += len(data)
         return content
 
-    def write(self, name: str, content: bytes, session: str | None = None) -> None:
+    def write(self, name: str, content: bytes) -> None:
         """Write a message. Raises StorageError."""
-        data = self._sealed(name, content, session)
+        data = self._sealed(name, content)
         write_atomic(self.path / name, data)
         self.nbytes += len(data)
 
@@ -76,28 +77,24 @@ class SharedFolder:
         Raises:
             StorageError: it cannot be written.
         """
-        if isinstance(source, bytes):
-            sha256 = hashlib.sha256(source).hexdigest()
-            write_atomic(self.path / _name_of(sha256), source)
-            return sha256
-        sha256 = sha256_file(source)
-        with replacing(self.path / _name_of(sha256)) as copy, source.open("rb") as file:
-            shutil.copyfileobj(file, copy)
+        with BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            with replacing(self.path / _name_of(sha256)) as copy:
+                shutil.copyfileobj(file, copy)
         return sha256
 
     def fetch(self, sha256: str, target: Path) -> bool:
         """Copy the file of a SHA-256 out of the folder; False if it is not there, or not whole."""
-        source = self.path / _name_of(sha256)
-        if not source.exists():
-            return False
         with storage_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
-            return sha256_file(target) == sha256
+            with suppress(FileNotFoundError):
+                shutil.copyfile(self.path / _name_of(sha256), target)
+                return sha256_file(target) == sha256
+        return False
 
-    def _sealed(self, name: str, content: bytes, session: str | None) -> bytes:
-        of = self.session if session is None else session
-        digest = hashlib.sha256(f"{of}/{name}/".encode() + content).digest()
+    def _sealed(self, name: str, content: bytes) -> bytes:
+        digest = hashlib.sha256(f"{self.session}/{name}/".encode() + content).digest()
         return digest[:SEAL_BYTES] + content
 
 

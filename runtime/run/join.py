@@ -101,11 +101,11 @@ def _received(guest: Guest, scratch: Path, stop: Stop, note: Note) -> Descriptio
         files = {} if description is None else description.files
         if not all(map(_NAME.fullmatch, files)):
             raise BundleError(f"{sorted(files)} are not files of a training")
-        fetched = [guest.folder.fetch(sha256, scratch / name) for name, sha256 in files.items()]
-        if description is not None and all(fetched):
+        missing = [name for name in files if not guest.folder.fetch(files[name], scratch / name)]
+        if description is not None and not missing:
             return description
         _go_on(stop)
-        guest.wait()
+        guest.wait(f"whole files: {', '.join(missing)}" if missing else "a training", note)
 
 
 class Helper:
@@ -135,12 +135,13 @@ class Helper:
             update = update_of(self._header, self._descent, trainer.done, line)
             self.method.follow(update)
             trainer.done += 1
+            guest.went_on()
             return False
         task = guest.task(trainer.done)
         if task is not None and self._handled != (guest.folder.session, trainer.done):
             guest.went_on()
             return self._did(task)
-        guest.wait()
+        guest.wait(f"step {trainer.done + 1} or the end of the training", self._note)
         self._meet()
         return False
 

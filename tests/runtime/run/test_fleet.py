@@ -23,11 +23,13 @@ from support.shared import Shared
 
 from runtime.bundle.store import open_bundle
 from runtime.config.train import TrainConfig
-from runtime.core.errors import OnDeviceError, UsageError
+from runtime.core.errors import InterruptedRunError, OnDeviceError, UsageError, WorkerError
 from runtime.core.signals import Stop
 from runtime.methods.adapters import Adapters
 from runtime.parallel import fleet, shared_folder
-from runtime.parallel.fleet import Guest
+from runtime.parallel.fleet import RUN, Guest
+from runtime.parallel.shared_folder import SharedFolder
+from runtime.parallel.workers import AGREE_STEPS
 from runtime.run import resume, start
 from runtime.run.join import Helper, helper_of
 from runtime.run.results import Events, Step, TrainResult
@@ -165,6 +167,8 @@ def see_late(stage: Stage, rng: np.random.Generator, monkeypatch: pytest.MonkeyP
     def late(path: Path, most: int, what: str) -> bytes:
         key = stage.turn, path
         now = path.read_bytes() if path.exists() else None
+        if key == (None, stage.folder / RUN):  # the coordinator sees its own file at once
+            seen[key] = now
         if seen.get(key) != now:
             left[key] = left.get(key, int(rng.integers(4))) - 1
             if left[key] < 0:
@@ -284,6 +288,114 @@ def test_a_folder_that_is_away_stops_workers_only(stage: Stage, alone: Path) -> 
     stage.check(alone)
     assert stage.said("workers wait until the folder can be written") == 1
     assert stage.devices[0].helper.parts == 4
+
+
+def test_lines_of_steps_in_which_the_folder_was_away_for_long_are_kept(
+    stage: Stage, alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "LINES", 4)
+    away = stage.path / "away"
+
+    def at(step: int) -> None:
+        if step == 2:
+            stage.join()
+        elif step == 3:
+            stage.folder.rename(away)
+        elif step == 16:
+            away.rename(stage.folder)
+
+    stage.trains(at, 19)
+    stage.check(alone)
+    left = sorted(path.name for path in stage.folder.glob("*.step"))
+    assert left == ["00000016.step", "00000017.step", "00000018.step", "00000019.step"]
+
+
+def test_an_end_that_could_not_be_written_is_told_by_resuming(stage: Stage, alone: Path) -> None:
+    away = stage.path / "away"
+
+    def at(step: int) -> None:
+        if step == 2:
+            stage.join()
+        elif step == STEPS:
+            stage.folder.rename(away)
+
+    stage.trains(at, STEPS)
+    assert stage.said("tell them once they can see it: --resume RUN --parallel folder=") == 1
+    (device,) = stage.devices
+    for _ in range(50):
+        stage.now += 1.0
+        stage.look()
+    waited = [note for note in device.notes if "nothing new" in note]
+    assert re.search(rf"{stage.folder} for 3\d s: waiting for step {STEPS} or the end", waited[0])
+    assert len(waited) == 1 and not device.over
+    away.rename(stage.folder)
+    stage.resumes(print)
+    stage.look()
+    stage.check(alone)
+
+
+def test_a_coordinator_that_another_has_replaced_saves_and_ends(stage: Stage, alone: Path) -> None:
+    other = TrainConfig(
+        bundle=str(stage.bundle), steps=2, output=str(stage.path / "other"),
+        parallel=f"folder={stage.folder}", **OPTIONS,
+    )  # fmt: skip
+
+    def at(step: int) -> None:
+        if step == 2:
+            stage.join()
+        elif step == 7:
+            start.train(other, Events())
+
+    with pytest.raises(WorkerError, match=f"{stage.folder} now has the messages of another"):
+        stage.trains(at, STEPS)
+    assert len(metrics_of(stage.run)) == AGREE_STEPS
+    resume.resume(stage.run, Events(), {})
+    assert adapter(stage.run) == adapter(alone)
+
+
+def test_a_pause_of_the_coordinator_makes_it_wait_no_longer_afterwards(
+    stage: Stage, alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, paused = SharedFolder.read, [3600.0]
+
+    def late(self: SharedFolder, name: str) -> bytes | None:
+        if name.startswith("00000005-") and paused:
+            stage.now += paused.pop()
+        return read(self, name)
+
+    def at(step: int) -> None:
+        if step == 2:
+            stage.join()
+        elif step == 6:
+            stage.devices[0].there = False
+
+    monkeypatch.setattr(SharedFolder, "read", late)
+    stage.trains(at, 9)
+    stage.check(alone)
+    (left,) = [note for note in stage.notes if "has left: no numbers" in note]
+    assert float(re.findall(r"in ([\d.]+) s", left)[0]) < 100
+
+
+def test_waiting_for_the_files_of_a_training_is_said(stage: Stage) -> None:
+    def at(step: int) -> None:
+        for file in stage.folder.glob("file-*"):
+            file.write_bytes(b"half")
+        stop, notes = Stop(), list[str]()
+
+        def wait(waited_s: float) -> None:
+            stage.now += 10.0
+            stop.signal = 15 if waited_s > 100 else None
+
+        with pytest.MonkeyPatch.context() as context, pytest.raises(InterruptedRunError):
+            context.setattr(fleet, "pause", wait)
+            guest = Guest(stage.folder, "late")
+            with helper_of(guest, stage.path / "late", {}, stop, notes.append):
+                pass
+        said = [re.findall(r"for (\d+) s: waiting for (.*)", note) for note in notes]
+        waits = [seconds for ((seconds, missing),) in said[1:] if "plan.json" in missing]
+        assert [30 <= int(seconds) < 80 for seconds in waits] == [True, True]
+
+    stage.trains(at, 1)
 
 
 def test_a_worker_that_computes_otherwise_is_found(stage: Stage, alone: Path) -> None:
