@@ -38,7 +38,7 @@ from runtime.arrays.product_text import (
 )
 from runtime.arrays.products import Factor, Floats, LowRank, Products
 from runtime.arrays.stored import Matrix
-from runtime.arrays.stored_codes import Mapped, Stored
+from runtime.arrays.stored_codes import Stored
 from runtime.core.remembered import remembered
 from runtime.machine.machine_code import Function, Text, compile_all, load
 from runtime.machine.processor import cpu_flags
@@ -67,27 +67,15 @@ class MapTile:
         self._mapped.__exit__(None, None, None)
 
 
-class MapTiles:
-    """The tiles of weights in a map."""
-
-    def __init__(self, weights: Mapped, threads: int, compute_dtype: str = "float32") -> None:
-        self.weights, self.threads, self.compute_dtype = weights, threads, compute_dtype
-
-    def prepare(self, matrices: Iterable[Matrix]) -> None:
-        """Compile what products with them take, all at once."""
-        packed = [matrix for matrix in matrices if not matrix.is_float]
-        kinds = {_kind(matrix, by_rows) for matrix in packed for by_rows in (False, True)}
-        texts = [Text(text_of, (*kind, registers(), INNER[self.compute_dtype])) for kind in kinds]
-        if self.compute_dtype == "bfloat16":
-            texts.append(Text(rounding_text, (registers().lanes,)))
-        compile_all(texts)
-        prepare()
-
-    def tile(
-        self, matrix: Matrix, start: int, stop: int, by_columns: bool
-    ) -> tuple[MapTile, mx.array | None]:
-        """Rows start:stop of a matrix, or columns, with their shifts."""
-        return MapTile(matrix, self.weights.mapped(matrix, start, stop, by_columns)), None
+def compile_for(matrices: Iterable[Matrix], compute_dtype: str) -> None:
+    """Compile what products with these matrices take, all at once."""
+    packed = [matrix for matrix in matrices if not matrix.is_float]
+    kinds = {_kind(matrix, by_rows) for matrix in packed for by_rows in (False, True)}
+    texts = [Text(text_of, (*kind, registers(), INNER[compute_dtype])) for kind in kinds]
+    if compute_dtype == "bfloat16":
+        texts.append(Text(rounding_text, (registers().lanes,)))
+    compile_all(texts)
+    prepare()
 
 
 class Rounded:

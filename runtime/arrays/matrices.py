@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays
-from runtime.arrays.compiled_products import CompiledProducts, MapTiles
+from runtime.arrays.compiled_products import CompiledProducts, MapTile
 from runtime.arrays.dequantize import dense
 from runtime.arrays.packed_rows import Floats, PackedRows
 from runtime.arrays.products import Products
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Matrix
+from runtime.arrays.stored_codes import Mapped
 from runtime.arrays.tile_products import Input, ReadyTile
 from runtime.arrays.values import Move
 from runtime.arrays.weight_source import WeightSource
@@ -35,7 +36,7 @@ class Matrices:
     With `materialize_blocks` they stay until `release`, so that a whole block is dequantized at
     once, as in the MeBP paper. Those in `materialized` stay for the whole run. Products are in
     float32 unless others are given; those by `in_place` are with the packed weights in the map, and
-    so are those of `compiled` tiles if they are given.
+    so are those with tiles of `mapped` weights if these are given.
     """
 
     weights: WeightSource
@@ -49,7 +50,7 @@ class Matrices:
     other_products: Products | None = None
     in_place: PackedRows | None = None
     stacked_rows: Mapping[int, int] = field(default_factory=dict)
-    compiled: MapTiles | None = None
+    mapped: Mapped | None = None
     _of_block: dict[Place, ReadyTile] = field(default_factory=dict)
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
@@ -89,10 +90,10 @@ class Matrices:
         return products.team if isinstance(products, CompiledProducts) else None
 
     def _ready(self, matrix: Matrix, start: int, stop: int, by_columns: bool) -> ReadyTile:
-        if self.compiled is not None and not (self.packed or matrix.is_float):
+        if self.mapped is not None and not (self.packed or matrix.is_float):
             with self.profile.span("unpack"):
-                values, shift = self.compiled.tile(matrix, start, stop, by_columns)
-                return ReadyTile(matrix, self.products, None, values, shift)
+                values = MapTile(matrix, self.mapped.mapped(matrix, start, stop, by_columns))
+                return ReadyTile(matrix, self.products, None, values, None)
         with self.profile.span("read"):
             read = self.weights.columns if by_columns else self.weights.tile
             tile = read(matrix, start, stop)
@@ -109,7 +110,7 @@ class Matrices:
         one by one they would lie between the holes of freed arrays, into which later tiles do not
         fit. `at_once` are the rows of a tile, if they are not the matrix's own.
         """
-        if self.compiled is not None:
+        if self.mapped is not None:
             return
         if self.packed:
             for matrix in chosen:
@@ -141,7 +142,7 @@ class Matrices:
 
     def taken(self, matrix: Matrix) -> Iterator[tuple[int, int]]:
         """The rows, or columns, that a product takes at once: all, where no tile is in memory."""
-        if self.compiled is not None and not (self.packed or matrix.is_float):
+        if self.mapped is not None and not (self.packed or matrix.is_float):
             yield 0, matrix.columns if self.by_columns(matrix) else matrix.rows
         else:
             yield from self.ranges(matrix)
