@@ -59,14 +59,10 @@ class Matrices:
         for known in (self._of_block, self.materialized):
             if key in known:
                 return known[key]
-        ready = self._ready(matrix, start, stop, self.by_columns(matrix))
+        ready = self.part(matrix, start, stop, self.by_columns(matrix))
         if self.materialize_blocks:
             self._of_block[key] = ready
         return ready
-
-    def part(self, matrix: Matrix, start: int, stop: int, by_columns: bool = False) -> ReadyTile:
-        """Rows or columns of a matrix of which no tile stays dequantized."""
-        return self._ready(matrix, start, stop, by_columns)
 
     def input(self, x: mx.array, columns: slice | None = None) -> Input:
         """x (T, N), or some of its columns, as products with tiles take it."""
@@ -89,7 +85,8 @@ class Matrices:
         products = self.products
         return products.team if isinstance(products, CompiledProducts) else None
 
-    def _ready(self, matrix: Matrix, start: int, stop: int, by_columns: bool) -> ReadyTile:
+    def part(self, matrix: Matrix, start: int, stop: int, by_columns: bool = False) -> ReadyTile:
+        """Rows or columns of a matrix of which no tile stays dequantized."""
         if self.mapped is not None and not (self.packed or matrix.is_float):
             with self.profile.span("unpack"):
                 values = MapTile(matrix, self.mapped.mapped(matrix, start, stop, by_columns))
@@ -116,13 +113,17 @@ class Matrices:
             for matrix in chosen:
                 for start, stop in self.ranges(matrix, at_once):
                     if not matrix.is_float:
-                        tile = self._ready(matrix, start, stop, self.by_columns(matrix))
+                        tile = self.part(matrix, start, stop, self.by_columns(matrix))
                         self.materialized[matrix.packed.offset, start, stop] = tile
             return
         places = [(matrix, *part) for matrix in chosen for part in self.ranges(matrix)]
-        empty = [ReadyTile.empty(*self._shape(*place), self.products) for place in places]
+        empty = []
+        for matrix, start, stop in places:
+            shape = (stop - start, matrix.columns)
+            shape = (matrix.rows, stop - start) if self.by_columns(matrix) else shape
+            empty.append(ReadyTile.empty(matrix, *shape, self.products))
         for (matrix, start, stop), tile in zip(places, empty, strict=True):
-            tile.fill(self._ready(matrix, start, stop, self.by_columns(matrix)), self.arrays)
+            tile.fill(self.part(matrix, start, stop, self.by_columns(matrix)), self.arrays)
             self.materialized[matrix.packed.offset, start, stop] = tile
 
     def by_columns(self, matrix: Matrix) -> bool:
@@ -146,11 +147,6 @@ class Matrices:
             yield 0, matrix.columns if self.by_columns(matrix) else matrix.rows
         else:
             yield from self.ranges(matrix)
-
-    def _shape(self, matrix: Matrix, start: int, stop: int) -> tuple[Matrix, int, int]:
-        if self.by_columns(matrix):
-            return matrix, matrix.rows, stop - start
-        return matrix, stop - start, matrix.columns
 
     def as_seen(
         self, matrix: Matrix, start: int, stop: int, moves: Sequence[Move | None]
