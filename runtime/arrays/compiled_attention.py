@@ -30,7 +30,6 @@ import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 
 import numpy as np
@@ -42,7 +41,7 @@ from runtime.arrays.attention_text import ARRAYS, FIELDS, OF_PREFIX, text_of
 from runtime.arrays.compiled_products import address, registers
 from runtime.arrays.product_text import F32
 from runtime.arrays.products import Floats
-from runtime.machine.machine_code import Function, Text, compile_all, load
+from runtime.machine.machine_code import Text, compile_all, function
 from runtime.machine.threads import Team
 
 Lows = npt.NDArray[np.int32]
@@ -139,7 +138,8 @@ def _run(
     given |= {"scratch_size": places[-1], "scratch": address(scratch) + -address(scratch) % 64}
     numbers = np.array(list(given.values()), np.int64)
     count = groups * math.ceil(tokens / BLOCK)
-    team.run(_work(backward, seen.cap, registers().lanes), (0, numbers.ctypes.data), count)
+    work = function(Text(text_of, (backward, seen.cap, registers().lanes)), 2)
+    team.run(work, (0, numbers.ctypes.data), count)
 
 
 def _turns(lows: Lows, groups: int, prefix: int) -> npt.NDArray[np.int32]:
@@ -159,8 +159,3 @@ def _in_rows(array: Floats) -> Floats:
 def _bits(value: float) -> int:
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     return int(bits)
-
-
-@cache
-def _work(backward: bool, cap: float | None, lanes: int) -> Function:
-    return load(Text(text_of, (backward, cap, lanes)), 2)

@@ -8,14 +8,13 @@ up y = f(g). The reference is `runtime.operations.gated_kernel`, whose curves th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from itertools import product
 
 from runtime.arrays.compiled_products import address, registers
 from runtime.arrays.products import Floats
 from runtime.arrays.vector_text import exp
 from runtime.machine.llvm_code import Code, Pointer, Value, fields, fma, minimum
-from runtime.machine.machine_code import Function, Text, compile_all, load
+from runtime.machine.machine_code import Text, compile_all, function
 from runtime.machine.threads import Team
 
 PIECE = 8192  # values that a thread takes at once
@@ -57,12 +56,8 @@ def _run(
 ) -> None:
     addresses = map(address, arrays)
     count = arrays[0].size
-    team.run(_work(factors, given, made), (0, count, *addresses), -(-count // PIECE))
-
-
-@cache
-def _work(factors: tuple[float, float], given: tuple[str, ...], made: tuple[str, ...]) -> Function:
-    return load(_text(factors, given, made), 2)
+    work = function(_text(factors, given, made), 2)
+    team.run(work, (0, count, *addresses), -(-count // PIECE))
 
 
 def _text(factors: tuple[float, float], given: tuple[str, ...], made: tuple[str, ...]) -> Text:

@@ -38,9 +38,9 @@ from runtime.arrays.product_text import (
 )
 from runtime.arrays.products import Factor, Floats, LowRank, Products
 from runtime.arrays.stored import Matrix
-from runtime.arrays.stored_codes import Mapped, Stored
+from runtime.arrays.stored_codes import Stored
 from runtime.core.remembered import remembered
-from runtime.machine.machine_code import Function, Text, compile_all, load
+from runtime.machine.machine_code import Text, compile_all, function
 from runtime.machine.processor import cpu_flags
 from runtime.machine.threads import Team, prepare, team
 
@@ -67,27 +67,15 @@ class MapTile:
         self._mapped.__exit__(None, None, None)
 
 
-class MapTiles:
-    """The tiles of weights in a map."""
-
-    def __init__(self, weights: Mapped, threads: int, compute_dtype: str = "float32") -> None:
-        self.weights, self.threads, self.compute_dtype = weights, threads, compute_dtype
-
-    def prepare(self, matrices: Iterable[Matrix]) -> None:
-        """Compile what products with them take, all at once."""
-        packed = [matrix for matrix in matrices if not matrix.is_float]
-        kinds = {_kind(matrix, by_rows) for matrix in packed for by_rows in (False, True)}
-        texts = [Text(text_of, (*kind, registers(), INNER[self.compute_dtype])) for kind in kinds]
-        if self.compute_dtype == "bfloat16":
-            texts.append(Text(rounding_text, (registers().lanes,)))
-        compile_all(texts)
-        prepare()
-
-    def tile(
-        self, matrix: Matrix, start: int, stop: int, by_columns: bool
-    ) -> tuple[MapTile, mx.array | None]:
-        """Rows start:stop of a matrix, or columns, with their shifts."""
-        return MapTile(matrix, self.weights.mapped(matrix, start, stop, by_columns)), None
+def compile_for(matrices: Iterable[Matrix], compute_dtype: str) -> None:
+    """Compile what products with these matrices take, all at once."""
+    packed = [matrix for matrix in matrices if not matrix.is_float]
+    inner = INNER[compute_dtype]
+    texts = {_text(matrix, by_rows, inner) for matrix in packed for by_rows in (False, True)}
+    if compute_dtype == "bfloat16":
+        texts.add(_rounding_text())
+    compile_all(texts)
+    prepare()
 
 
 class Rounded:
@@ -108,7 +96,7 @@ class Rounded:
         if result.size:
             few, places = max(1, ROUNDED // columns), (address(given), address(result))
             job = 0, few, rows, columns, *places, given.strides[0] // F32
-            team.run(_rounding(registers().lanes), job, -(-rows // few))
+            team.run(function(_rounding_text(), 2), job, -(-rows // few))
         return result
 
 
@@ -170,7 +158,7 @@ class CompiledProducts(Products):
             further = added.rank, address(u), address(b), *(step // F32 for step in b.strides)
         block, parts = _blocks(len(x), columns, depth, self.team.threads)
         job = (0, *places, len(x), *steps, columns, depth, w.groups, int(adds), *further, block)
-        self.team.run(_work(*_kind(w.matrix, by_rows), registers(), self.inner), job, parts)
+        self.team.run(function(_text(w.matrix, by_rows, self.inner), 2), job, parts)
 
 
 def address(array: Floats) -> int:
@@ -199,20 +187,13 @@ def registers() -> Registers:
     return WIDE if "avx512f" in cpu_flags() else NARROW
 
 
-def _kind(matrix: Matrix, by_rows: bool) -> tuple[bool, int, int, str, bool]:
-    """What its products take, but for the processor."""
-    scales = matrix.scales
+def _text(matrix: Matrix, by_rows: bool, inner: int) -> Text:
+    """A matrix's products, in LLVM's language."""
+    scales, affine = matrix.scales, matrix.biases is not None
     assert scales is not None, "a matrix in floating point is multiplied by a BLAS"
-    return by_rows, matrix.bits, matrix.group_size, scales.dtype, matrix.biases is not None
+    kind = by_rows, matrix.bits, matrix.group_size, scales.dtype, affine
+    return Text(text_of, (*kind, registers(), inner))
 
 
-@cache
-def _work(
-    by_rows: bool, bits: int, size: int, scales: str, affine: bool, of: Registers, inner: int
-) -> Function:
-    return load(Text(text_of, (by_rows, bits, size, scales, affine, of, inner)), 2)
-
-
-@cache
-def _rounding(lanes: int) -> Function:
-    return load(Text(rounding_text, (lanes,)), 2)
+def _rounding_text() -> Text:
+    return Text(rounding_text, (registers().lanes,))

@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays
-from runtime.arrays.compiled_products import CompiledProducts, MapTiles
+from runtime.arrays.compiled_products import CompiledProducts, MapTile
 from runtime.arrays.dequantize import dense
 from runtime.arrays.packed_rows import Floats, PackedRows
 from runtime.arrays.products import Products
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Matrix
+from runtime.arrays.stored_codes import Mapped
 from runtime.arrays.tile_products import Input, ReadyTile
 from runtime.arrays.values import Move
 from runtime.arrays.weight_source import WeightSource
@@ -33,8 +34,8 @@ class Matrices:
     the offsets of the matrices whose tiles have all rows; those of `stacked_rows` hold several
     matrices of so many rows, and no tile has rows of two. Dequantized tiles are freed after use,
     but those in `materialized` stay for the whole run. Products are in float32 unless others are
-    given; those by `in_place` are with the packed weights in the map, and so are those of
-    `compiled` tiles if they are given.
+    given; those by `in_place` are with the packed weights in the map, and so are those with tiles
+    of `mapped` weights if these are given.
     """
 
     weights: WeightSource
@@ -47,18 +48,14 @@ class Matrices:
     other_products: Products | None = None
     in_place: PackedRows | None = None
     stacked_rows: Mapping[int, int] = field(default_factory=dict)
-    compiled: MapTiles | None = None
+    mapped: Mapped | None = None
 
     def tile(self, matrix: Matrix, start: int, stop: int) -> ReadyTile:
         """Rows start:stop of a matrix, or columns, read and dequantized."""
         key = (matrix.packed.offset, start, stop)
         if key in self.materialized:
             return self.materialized[key]
-        return self._ready(matrix, start, stop, self.by_columns(matrix))
-
-    def part(self, matrix: Matrix, start: int, stop: int, by_columns: bool = False) -> ReadyTile:
-        """Rows or columns of a matrix of which no tile stays dequantized."""
-        return self._ready(matrix, start, stop, by_columns)
+        return self.part(matrix, start, stop, self.by_columns(matrix))
 
     def input(self, x: mx.array, columns: slice | None = None) -> Input:
         """x (T, N), or some of its columns, as products with tiles take it."""
@@ -81,11 +78,12 @@ class Matrices:
         products = self.products
         return products.team if isinstance(products, CompiledProducts) else None
 
-    def _ready(self, matrix: Matrix, start: int, stop: int, by_columns: bool) -> ReadyTile:
-        if self.compiled is not None and not (self.packed or matrix.is_float):
+    def part(self, matrix: Matrix, start: int, stop: int, by_columns: bool = False) -> ReadyTile:
+        """Rows or columns of a matrix of which no tile stays dequantized."""
+        if self.mapped is not None and not (self.packed or matrix.is_float):
             with self.profile.span("unpack"):
-                values, shift = self.compiled.tile(matrix, start, stop, by_columns)
-                return ReadyTile(matrix, self.products, None, values, shift)
+                values = MapTile(matrix, self.mapped.mapped(matrix, start, stop, by_columns))
+                return ReadyTile(matrix, self.products, None, values, None)
         with self.profile.span("read"):
             read = self.weights.columns if by_columns else self.weights.tile
             tile = read(matrix, start, stop)
@@ -102,19 +100,23 @@ class Matrices:
         one by one they would lie between the holes of freed arrays, into which later tiles do not
         fit. `at_once` are the rows of a tile, if they are not the matrix's own.
         """
-        if self.compiled is not None:
+        if self.mapped is not None:
             return
         if self.packed:
             for matrix in chosen:
                 for start, stop in self.ranges(matrix, at_once):
                     if not matrix.is_float:
-                        tile = self._ready(matrix, start, stop, self.by_columns(matrix))
+                        tile = self.part(matrix, start, stop, self.by_columns(matrix))
                         self.materialized[matrix.packed.offset, start, stop] = tile
             return
         places = [(matrix, *part) for matrix in chosen for part in self.ranges(matrix)]
-        empty = [ReadyTile.empty(*self._shape(*place), self.products) for place in places]
+        empty = []
+        for matrix, start, stop in places:
+            shape = (stop - start, matrix.columns)
+            shape = (matrix.rows, stop - start) if self.by_columns(matrix) else shape
+            empty.append(ReadyTile.empty(matrix, *shape, self.products))
         for (matrix, start, stop), tile in zip(places, empty, strict=True):
-            tile.fill(self._ready(matrix, start, stop, self.by_columns(matrix)), self.arrays)
+            tile.fill(self.part(matrix, start, stop, self.by_columns(matrix)), self.arrays)
             self.materialized[matrix.packed.offset, start, stop] = tile
 
     def by_columns(self, matrix: Matrix) -> bool:
@@ -134,15 +136,10 @@ class Matrices:
 
     def taken(self, matrix: Matrix) -> Iterator[tuple[int, int]]:
         """The rows, or columns, that a product takes at once: all, where no tile is in memory."""
-        if self.compiled is not None and not (self.packed or matrix.is_float):
+        if self.mapped is not None and not (self.packed or matrix.is_float):
             yield 0, matrix.columns if self.by_columns(matrix) else matrix.rows
         else:
             yield from self.ranges(matrix)
-
-    def _shape(self, matrix: Matrix, start: int, stop: int) -> tuple[Matrix, int, int]:
-        if self.by_columns(matrix):
-            return matrix, matrix.rows, stop - start
-        return matrix, stop - start, matrix.columns
 
     def as_seen(
         self, matrix: Matrix, start: int, stop: int, moves: Sequence[Move | None]

@@ -46,7 +46,7 @@ METHODS: dict[str, Method] = {
         noise="rademacher",
         learning_rate=1e-5,
     ),
-    "kzoo": Method("runtime.methods.zeroth.kzoo", (*_PERTURBING, "seed_pool"), queries=4),
+    "kzoo": Method("runtime.methods.zeroth.mezo", (*_PERTURBING, "seed_pool"), queries=4),
     "one-point": Method("runtime.methods.zeroth.one_point", _PERTURBING, learning_rate=1e-6),
     "hizoo": Method("runtime.methods.zeroth.hizoo", (*_PERTURBING, "hessian_smoothing")),
     "zo-act": Method(

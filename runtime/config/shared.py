@@ -25,7 +25,7 @@ from runtime.config.base import (
 )
 from runtime.config.lora import LoraOptions, option_of
 from runtime.config.methods import METHODS, OBJECTIVES, OPTIONS_OF
-from runtime.config.zeroth_order import ZerothOrderOptions
+from runtime.config.zeroth_order import USUAL_POOL, ZerothOrderOptions
 from runtime.core.units import parse_bytes
 
 DEVICES = ("auto", "cpu", "gpu")
@@ -363,3 +363,9 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
     def directions(self) -> int:
         """The random directions of a step, for methods that perturb."""
         return METHODS[self.method].queries if self.queries is None else self.queries
+
+    @property
+    def pool(self) -> int:
+        """How many directions there are in all, for methods with a pool of them; else 0."""
+        usual = USUAL_POOL if "seed_pool" in METHODS[self.method].options else 0
+        return self.seed_pool or usual

@@ -12,18 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.arrays.arrays import Arrays, arrays_for, quiet
-from runtime.arrays.compiled_products import CompiledProducts, MapTiles
+from runtime.arrays.compiled_products import CompiledProducts
 from runtime.arrays.matrices import Matrices, Place
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.products import products_for
 from runtime.arrays.profile import Profile
 from runtime.arrays.stored import Block, Matrix
+from runtime.arrays.stored_codes import Mapped
 from runtime.arrays.tile_products import ReadyTile
 from runtime.arrays.values import Gradients, Loras, Values, move_of
 from runtime.arrays.weight_source import WeightSource
 from runtime.bundle.store import Bundle
 from runtime.engine.executor import Executor
 from runtime.engine.graphs import Graphs
+from runtime.machine.openblas import blas_threads
 from runtime.operations.attention import STARTS
 from runtime.operations.base import Operation
 from runtime.operations.embedding_kernel import LOOKED_UP, POSITIONS, TOKENS
@@ -46,7 +48,7 @@ class Model:
 
     `materialized` holds the tiles that stay dequantized. Several models (of other buckets) may
     share it, as they share `graphs`. `in_place` multiplies decoded tokens by weights where they
-    lie, and `compiled` has all others multiplied there.
+    lie, and compiled code all others by the `mapped` ones if they are given.
     """
 
     bundle: Bundle
@@ -56,7 +58,7 @@ class Model:
     profile: Profile = field(default_factory=Profile)
     materialized: dict[Place, ReadyTile] = field(default_factory=dict)
     in_place: PackedRows | None = None
-    compiled: MapTiles | None = None
+    mapped: Mapped | None = None
 
     @property
     def bucket(self) -> int:
@@ -71,10 +73,10 @@ class Model:
     def matrices(self) -> Matrices:
         manifest, execution = self.bundle.manifest, self.lowered.execution
         arrays = arrays_for(manifest.device, execution.one_evaluation)
-        if self.compiled is None:
+        if self.mapped is None:
             products = products_for(execution.compute_dtype, arrays)
         else:
-            products = CompiledProducts(arrays, self.compiled.threads, self.compiled.compute_dtype)
+            products = CompiledProducts(arrays, blas_threads(), execution.compute_dtype)
 
         def by_offset(counts: Mapping[str, int]) -> dict[int, int]:
             return {manifest.matrices[name].packed.offset: n for name, n in counts.items()}
@@ -90,7 +92,7 @@ class Model:
             products,
             self.in_place,
             by_offset(execution.stacked_rows),
-            self.compiled,
+            self.mapped,
         )
 
     @property

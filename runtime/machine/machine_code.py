@@ -179,11 +179,6 @@ def _keep(made: Mapping[str, bytes]) -> None:
 
 @cache
 def function(text: str | Text, arguments: int) -> Function:
-    """`load`, once for each text."""
-    return load(text, arguments)
-
-
-def load(text: str | Text, arguments: int) -> Function:
     """The function that a text defines, which takes so many addresses or 64-bit integers.
 
     Raises:

@@ -23,7 +23,7 @@ from runtime.operations.values import F32, bytes_at, gradient_of
 from runtime.plan.adapter_bytes import AdapterBytes
 from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, LoweredModel, way_of
-from runtime.storage.write_back import QUEUED
+from runtime.storage.background import QUEUED
 
 BESIDE_FORWARD = 0.25  # hidden states; without tiles, the heap of MeZO was seen to have unused
 ARRAY_BYTES = 640  # of the objects of MLX and Python that hold a value of a further row

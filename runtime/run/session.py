@@ -7,10 +7,11 @@ from itertools import chain
 
 import mlx.core as mx
 
-from runtime.arrays.compiled_products import MapTiles
+from runtime.arrays.compiled_products import compile_for
 from runtime.arrays.matrices import Place
 from runtime.arrays.packed_rows import PackedRows
 from runtime.arrays.profile import Profile
+from runtime.arrays.stored_codes import Mapped
 from runtime.arrays.tile_products import ReadyTile
 from runtime.arrays.weight_source import WeightSource
 from runtime.bundle.store import Bundle, open_bundle
@@ -39,7 +40,7 @@ class Session:
     graphs: Graphs
     profile: Profile = field(default_factory=Profile)
     in_place: PackedRows | None = None
-    compiled: MapTiles | None = None
+    mapped: Mapped | None = None
     _models: dict[int, Model] = field(default_factory=dict)
     _materialized: dict[Place, ReadyTile] = field(default_factory=dict)
 
@@ -66,7 +67,7 @@ class Session:
                 self.profile,
                 self._materialized,
                 in_place=self.in_place,
-                compiled=self.compiled,
+                mapped=self.mapped,
             )
         return self._models[bucket]
 
@@ -118,22 +119,22 @@ def open_session(
     mx.clear_cache()
     trim_heap()
     place_values(plan.mapped_value_bytes)
-    in_place = compiled = None
+    in_place = mapped = None
     matrices, types = bundle.manifest.matrices.values(), bundle.manifest.block_types.values()
     if weights is None:
-        weights = mapped = Weights(bundle, plan.prefetch, releases=not plan.in_place)
+        weights = on_disk = Weights(bundle, plan.prefetch, releases=not plan.in_place)
         if plan.in_place:
-            in_place = PackedRows(mapped, blas_threads())
+            in_place = PackedRows(on_disk, blas_threads())
             in_place.prepare(matrices)
         if plan.compiled:
-            compiled = MapTiles(mapped, blas_threads(), plan.compute_dtype)
-            compiled.prepare(matrices)
+            mapped = on_disk
+            compile_for(matrices, plan.compute_dtype)
             every = chain.from_iterable(each.operations for each in types)
             operations = [each.on_device("cpu") for each in every]
             prepare_gates(operations)
             prepare_attention([] if plan.context else operations)
         if refusal := why_not_kept():
             note(warning(refusal))
-    session = Session(bundle, plan, weights, Graphs(bundle), in_place=in_place, compiled=compiled)
+    session = Session(bundle, plan, weights, Graphs(bundle), in_place=in_place, mapped=mapped)
     session.materialize()
     return session

@@ -20,6 +20,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +36,7 @@ from runtime.core.files import (
     storage_errors,
 )
 from runtime.core.stripes import SLOTS_FILE, Stripes
-from runtime.storage.write_back import Writer
+from runtime.storage.background import QUEUED, Background
 
 if TYPE_CHECKING:
     from runtime.storage.assembly import Assembly
@@ -124,7 +125,7 @@ class Slots:
             self._fd = os.open(path, flags, 0o666)
             weakref.finalize(self, os.close, self._fd)
             reserve(self._fd, self.nbytes)
-        self._writer = Writer(path)
+        self._writer = Background("write-back", partial(storage_errors, path), QUEUED)
         if assembly is not None:
             extents = [self.extent(block, slot) for block in units for slot in (0, 1)]
             assembly.open(SLOTS_FILE, path, extents, self._has)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 
-from runtime.arrays.compiled_products import MapTiles
 from runtime.arrays.stored import Block
 from runtime.arrays.values import Gradients
 from runtime.arrays.weight_source import WeightSource
@@ -226,7 +225,5 @@ def model_of(
     sizes = Sizes(tile_values, attention_block, 0, slices, chunk_rows)
     packed = arithmetic == "packed"
     lowered = lower(bundle.manifest, bucket, sizes, packed, 0, compute_dtype, compiled)
-    by = None
-    if compiled:
-        by = MapTiles(Weights(bundle), 2, compute_dtype)
-    return Model(bundle, weights or Weights(bundle), lowered, Graphs(bundle), compiled=by)
+    mapped = Weights(bundle) if compiled else None
+    return Model(bundle, weights or Weights(bundle), lowered, Graphs(bundle), mapped=mapped)

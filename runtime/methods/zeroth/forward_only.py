@@ -61,13 +61,12 @@ def start_with(
     config: TrainConfig,
     begin: Start,
     estimator: Estimator,
-    noise: Noise | None = None,
     descent: Descent | None = None,
 ) -> ZerothOrder:
     """The method of an estimator at its beginning.
 
-    Without `noise`, each step draws its own; without `descent`, it is plain SGD. A worker has slots
-    for the hidden states of all, since it may become the fastest.
+    Without `descent`, it is plain SGD. A worker has slots for the hidden states of all, since it
+    may become the fastest.
 
     Raises:
         UsageError: there are more workers than rows, or than points; or epsilon is too small for
@@ -89,7 +88,7 @@ def start_with(
         begin.models,
         begin.adapters,
         Activations(begin.scratch, 1, rows * points, begin.activation_shape),
-        noise or Noise(config.seed, config.noise_kind),
+        Noise(config.seed, config.noise_kind, config.pool),
         config.epsilon,
         estimator,
         config.weight_decay,

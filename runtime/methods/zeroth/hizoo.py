@@ -187,4 +187,4 @@ def start(config: TrainConfig, begin: Start) -> ZerothOrder:
     shapes = Adapters.shapes(begin.adapters.manifest)
     on_disk = MappedTensors(begin.scratch, "optimizer", shapes)
     descent = HessianDescent(config.hessian_smoothing or USUAL_SMOOTHING, shapes, on_disk)
-    return start_with(config, begin, ThreePoint(config.directions), descent=descent)
+    return start_with(config, begin, ThreePoint(config.directions), descent)

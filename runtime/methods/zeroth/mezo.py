@@ -8,7 +8,12 @@ MeZO's Algorithms 1 and 2 (arXiv 2305.17333) are SPSA along noise z, over n dire
 Its other descents are those of `runtime.methods.zeroth.descent` and
 `runtime.methods.zeroth.layer_scales`.
 
-The reference on the whole model is `tests.oracles.whole_model.MonolithicMeZO`.
+KZOO draws its directions uniformly from a pool of K: FedKSeed's finite pool of seeds (arXiv
+2312.06353), with several directions a step as in MeBP's paper (appendix A). Without weight decay,
+theta = theta_0 - sum_j a_j z_j, where a_j adds up rate g_i / n of all steps and directions that
+drew j. FedKSeed-Pro, which draws some seeds more often, is not here.
+
+The references on the whole model are `MonolithicMeZO` and `MonolithicKZOO` of the tests.
 """
 
 from __future__ import annotations
@@ -85,4 +90,4 @@ def start(config: TrainConfig, begin: Start) -> ZerothOrder:
     if config.zo_scaling is not None:
         scaled, interval = config.zo_scaled or SCALED[0], config.zo_scaling_interval or 0
         descent = ScaledDescent(config.zo_scaling, scaled, interval, begin.adapters.manifest)
-    return start_with(config, begin, TwoPoint(config.directions), descent=descent)
+    return start_with(config, begin, TwoPoint(config.directions), descent)

@@ -109,7 +109,7 @@ def first_passes(config: StepConfig, rows: int | None) -> int:
 def start(config: TrainConfig, begin: Start) -> ZerothOrder:
     """The method at its beginning, where it finds the bases, or after a save, which holds them."""
     descent = descent_of(config.zo_optimizer_name, config.zo_window_size)
-    method = start_with(config, begin, Coefficients(config.directions), descent=descent)
+    method = start_with(config, begin, Coefficients(config.directions), descent)
     if begin.fresh:
         assert begin.rows is not None, "a basis of inputs needs rows"
         rows, slots = _chosen(begin.rows, demand(config).hidden_states), method.activations
