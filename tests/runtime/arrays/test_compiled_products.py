@@ -19,7 +19,7 @@ from support.compiled import RandomMatrix, require_compiled
 from support.models import CLOSE, adapters_of, mebp, model_of, rows_of
 from support.plans import LINUX, plan_of, task_of
 
-from runtime.arrays import compiled_attention, compiled_gates, compiled_products, packed_rows
+from runtime.arrays import compiled_products, packed_rows
 from runtime.arrays.arrays import CpuArrays
 from runtime.arrays.compiled_products import CompiledProducts, MapTile
 from runtime.arrays.dequantize import dense
@@ -176,8 +176,7 @@ def test_a_session_compiles_all_that_a_step_takes(
     bundle = tiny("qwen2")
     machine = msgspec.structs.replace(LINUX, llvm=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for module in (compiled_attention, compiled_gates, compiled_products):
-        module._work.cache_clear()
+    machine_code.function.cache_clear()
     session = open_session(bundle, plan_of(bundle.manifest, task_of(32), machine=machine))
     monkeypatch.setattr(machine_code, "_compiled", lambda *_: pytest.fail("a text was not there"))
     mebp(session.model(32), adapters_of(bundle, rng), rows_of(bundle, rng), tmp_path)
