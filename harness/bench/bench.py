@@ -20,7 +20,7 @@ from typing import Any
 
 from export.sources.random import PRESETS
 from harness.bench.benchmark import Bench, Benchmark, failures, remarks
-from harness.config.bench import BenchConfig
+from harness.config.bench import BenchConfig, parts
 from harness.measure.command import flag
 from harness.measure.provenance import machine, provenance
 from harness.measure.repeats import INTERRUPTED
@@ -57,7 +57,7 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
         if (value := getattr(config, name)) != defaults[name]:
             problem = f"bench {config.name} does not use it; leave it out"
             raise UsageError(f"{flag(name, value)}: {problem}")
-    models = config.model_names or benchmark.models
+    models = parts(config.models) or benchmark.models
     if unknown := [name for name in models if name not in PRESETS]:
         raise UsageError(f"no shapes for {', '.join(unknown)}; there are {', '.join(PRESETS)}")
     output = output_path(config.output or f"{config.name}.json").resolve()  # a link stays
@@ -101,7 +101,7 @@ def _measure(
         # not in the system's temporary folder, which may be memory: scratch files would count
         runs = tempfile.TemporaryDirectory(dir=bundles, prefix=".runs-")
     with runs as scratch:
-        budgets = config.budgets or benchmark.budgets
+        budgets = parts(config.budget) or benchmark.budgets
         cases = dict.fromkeys(models, config.lengths or benchmark.lengths)
         for row in benchmark.rows(Bench(config, cases, budgets, Path(scratch), note)):
             report["rows"].append(row)
