@@ -251,10 +251,10 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         *METHODS,
         group=Group.TRAINING,
     )
-    objective: str | None = choice(
-        None,
-        f"what training improves: {_IMPROVED} (default: {next(iter(OBJECTIVES))}); shares have no "
-        "gradient, are for zeroth-order methods, and need large batches",
+    objective: str = choice(
+        next(iter(OBJECTIVES)),
+        f"what training improves: {_IMPROVED}; shares have no gradient, are for zeroth-order "
+        "methods, and need large batches",
         *OBJECTIVES,
         group=Group.TRAINING,
     )
@@ -296,11 +296,6 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
     )
     trainable: str | None = trainable_field()
     prefix_length: int | None = prefix_length_field()
-
-    @property
-    def objective_name(self) -> str:
-        """The name of the objective that training improves."""
-        return self.objective or next(iter(OBJECTIVES))
 
     @property
     def trains_prefix(self) -> bool:
