@@ -12,7 +12,6 @@ import json
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -52,11 +51,9 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
         InterruptedRunError: a signal arrived; the JSON holds the finished processes.
     """
     benchmark = find(config.name)
-    defaults = {option.name: option.default for option in fields(config)}
-    for name in benchmark.unused:
-        if (value := getattr(config, name)) != defaults[name]:
-            problem = f"bench {config.name} does not use it; leave it out"
-            raise UsageError(f"{flag(name, value)}: {problem}")
+    for name in filter(config.was_given, benchmark.unused):
+        problem = f"bench {config.name} does not use it; leave it out"
+        raise UsageError(f"{flag(name, getattr(config, name))}: {problem}")
     models = parts(config.models) or benchmark.models
     if unknown := [name for name in models if name not in PRESETS]:
         raise UsageError(f"no shapes for {', '.join(unknown)}; there are {', '.join(PRESETS)}")
@@ -164,8 +161,7 @@ def to_text(report: Mapping[str, Any]) -> str:
 def command(config: BenchConfig) -> str:
     """The command line of a configuration, without defaults and without paths of this machine."""
     words = ["ondevice", "bench", config.name]
-    for option in fields(config):
-        value = getattr(config, option.name)
-        if option.name not in (*LOCAL, config.positional) and value != option.default:
-            words.append(flag(option.name, value))
+    for name, value in vars(config).items():
+        if name not in (*LOCAL, config.positional) and config.was_given(name):
+            words.append(flag(name, value))
     return shlex.join(words)

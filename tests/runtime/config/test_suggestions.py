@@ -8,10 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.pages import command_parser
 from support.runs import refuses
 
 from ondevice.cli.commands import COMMANDS
-from ondevice.cli.parser import command_parser, long_flags
+from ondevice.cli.parser import long_flags
 from runtime.config.base import flag as flag_of
 from runtime.config.base import load
 from runtime.config.elsewhere import (
