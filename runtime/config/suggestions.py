@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from runtime.config.base import flag as flag_of
 from runtime.config.elsewhere import (
@@ -38,13 +38,23 @@ def no_command(word: str, names: Sequence[str]) -> str:
     return f"no command {word!r}; {hint}"
 
 
-def not_known(words: Sequence[str], there: Sequence[str], command: str) -> str:
-    """The message for arguments that a command does not have; `there` are its long flags."""
+def not_known(
+    words: Sequence[str],
+    there: Sequence[str],
+    command: str,
+    others: Callable[[str], Sequence[str]] = lambda flag: (),
+) -> str:
+    """The message for arguments that a command does not have; `there` are its long flags.
+
+    others: the names of the commands that have a flag.
+    """
     values = _values(words)
     near = []
     for flag, value in values.items():
         meant, advice = _meant(flag, there, command)
-        if ours_advice := VALUE_ADVICE.get(meant, {}).get(value.lower()):
+        is_slip = flag != meant and flag not in FLAGS_ELSEWHERE
+        ours_advice = VALUE_ADVICE.get(meant, {}).get(value.lower())
+        if ours_advice and not is_slip:
             return f"{flag} {value}: {ours_advice}"
         if advice:
             return f"{flag}: {advice}"
@@ -53,7 +63,10 @@ def not_known(words: Sequence[str], there: Sequence[str], command: str) -> str:
     if words and not values and "--prompt" in there:
         return f"unrecognized arguments: {' '.join(words)}; a prompt is given by --prompt TEXT"
     meant = f"did you mean {' or '.join(dict.fromkeys(near))}?"
-    hint = meant if near else f"see: {command} --help"
+    of_others = [
+        f"{flag} is an option of {', '.join(names)}; " for flag in values if (names := others(flag))
+    ]
+    hint = meant if near else f"{''.join(of_others)}see: {command} --help"
     return f"unrecognized arguments: {' '.join(words)}; {hint}"
 
 
