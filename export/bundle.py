@@ -8,7 +8,6 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -222,8 +221,8 @@ def _transcoded(tensors: Tensors) -> dict[str, int]:
 
 def _settings(config: ExportConfig) -> dict[str, Any]:
     """The settings that are not at their default, as the manifest records them."""
-    names = [field.name for field in fields(config) if config.was_given(field.name)]
-    values = {name: getattr(config, name) for name in names}
     return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in vars(config).items()
+        if config.was_given(name)
     }

@@ -17,10 +17,11 @@ from runtime.config.base import (
     choice,
     option,
     output_option,
+    readable,
     refuse,
     required,
 )
-from runtime.config.lora import ALPHA, RANK, TARGETS, are_layer_names, layer_names, targets_of
+from runtime.config.lora import ALPHA, RANK, TARGETS, layer_names, targets_of
 from runtime.config.shared import DEVICES, STORED, BudgetOptions, DataOptions, bundle_field
 from runtime.core.stripes import MAX_SLICES
 
@@ -34,7 +35,7 @@ QUANTIZING = (
 )
 """Options that have no effect where nothing is quantized."""
 SLICES = Check(lambda count: 2 <= count <= MAX_SLICES, f"a whole number from 2 to {MAX_SLICES}")
-_NAMES = Check(are_layer_names, "names of layers such as k_proj,v_proj, or none")
+_NAMES = readable(layer_names, "names of layers such as k_proj,v_proj, or none")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ import json
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 from export.sources.random import PRESETS
 from harness.bench.benchmark import Bench, Benchmark, failures, remarks
-from harness.config.bench import BenchConfig
+from harness.config.bench import BenchConfig, parts
 from harness.measure.command import flag
 from harness.measure.provenance import machine, provenance
 from harness.measure.repeats import INTERRUPTED
@@ -52,12 +51,10 @@ def bench(config: BenchConfig, note: Note) -> dict[str, Any]:
         InterruptedRunError: a signal arrived; the JSON holds the finished processes.
     """
     benchmark = find(config.name)
-    defaults = {option.name: option.default for option in fields(config)}
-    for name in benchmark.unused:
-        if (value := getattr(config, name)) != defaults[name]:
-            problem = f"bench {config.name} does not use it; leave it out"
-            raise UsageError(f"{flag(name, value)}: {problem}")
-    models = config.model_names or benchmark.models
+    for name in filter(config.was_given, benchmark.unused):
+        problem = f"bench {config.name} does not use it; leave it out"
+        raise UsageError(f"{flag(name, getattr(config, name))}: {problem}")
+    models = parts(config.models) or benchmark.models
     if unknown := [name for name in models if name not in PRESETS]:
         raise UsageError(f"no shapes for {', '.join(unknown)}; there are {', '.join(PRESETS)}")
     output = output_path(config.output or f"{config.name}.json").resolve()  # a link stays
@@ -101,7 +98,7 @@ def _measure(
         # not in the system's temporary folder, which may be memory: scratch files would count
         runs = tempfile.TemporaryDirectory(dir=bundles, prefix=".runs-")
     with runs as scratch:
-        budgets = config.budgets or benchmark.budgets
+        budgets = parts(config.budget) or benchmark.budgets
         cases = dict.fromkeys(models, config.lengths or benchmark.lengths)
         for row in benchmark.rows(Bench(config, cases, budgets, Path(scratch), note)):
             report["rows"].append(row)
@@ -164,8 +161,7 @@ def to_text(report: Mapping[str, Any]) -> str:
 def command(config: BenchConfig) -> str:
     """The command line of a configuration, without defaults and without paths of this machine."""
     words = ["ondevice", "bench", config.name]
-    for option in fields(config):
-        value = getattr(config, option.name)
-        if option.name not in (*LOCAL, config.positional) and value != option.default:
-            words.append(flag(option.name, value))
+    for name, value in vars(config).items():
+        if name not in (*LOCAL, config.positional) and config.was_given(name):
+            words.append(flag(name, value))
     return shlex.join(words)

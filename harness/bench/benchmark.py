@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.config.bench import BenchConfig, times_smallest
+from harness.config.bench import BenchConfig, parts, times_smallest
 from harness.measure.bundles import bundle_of, smallest_megabytes
 from harness.measure.repeats import Outcome, Process, figures, in_turn, reason
 from harness.measure.training import measure_training
@@ -83,7 +83,7 @@ class Bench:
             Variant(method, budget, dtype)
             for budget in self.budgets
             for method in methods
-            for dtype in self.config.compute_dtypes
+            for dtype in parts(self.config.compute_dtype)
         ]
 
     def budget(self, bundle: Path, length: int, variant: Variant) -> str:

@@ -26,6 +26,7 @@ from harness.bench.benchmark import (
     times,
     variants_table,
 )
+from harness.config.bench import parts
 from harness.measure.bundles import smallest_megabytes
 from harness.report.chart import Chart, Line
 from harness.report.table import Table
@@ -50,7 +51,7 @@ def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
     variants = [
         Variant(method, budget, dtype)
         for method in USUAL
-        for dtype in bench.config.compute_dtypes
+        for dtype in parts(bench.config.compute_dtype)
         for budget in bench.budgets
         or spaced_budgets(smallest_megabytes(bundle, method, length, dtype))
     ]

@@ -25,7 +25,7 @@ from harness.bench.benchmark import (
     place,
     seconds,
 )
-from harness.config.bench import BenchConfig
+from harness.config.bench import BenchConfig, parts
 from harness.report.table import Table
 from runtime.bundle.store import MANIFEST
 from runtime.config.methods import USUAL
@@ -96,7 +96,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 def describe_duration(config: BenchConfig, rate: float) -> str:
     """How long it takes, to say before it begins; `rate` is that of products, in FLOP/s."""
-    names = config.model_names or DOCTOR.models
+    names = parts(config.models) or DOCTOR.models
     known = [name for name in names if name in PRESETS]
     new = [name for name in known if not (Path(config.bundles) / name / MANIFEST).exists()]
     seconds = sum(sum(_weights(name)) / EXPORT_WEIGHTS_PER_S for name in new)

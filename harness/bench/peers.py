@@ -22,6 +22,7 @@ from harness.bench.benchmark import (
     seconds,
     variants_table,
 )
+from harness.config.bench import parts
 from harness.measure.provenance import repository_only
 from harness.measure.repeats import Outcome, figures, in_turn, most, time_ratio, turn_ratio
 from harness.report.table import Table
@@ -37,12 +38,12 @@ BUSY_CORES = 0.1  # more than an idle system uses
 
 
 def _rows(bench: Bench) -> Iterator[Row]:
-    _check(bench, bench.config.peer_names)
+    _check(bench, parts(bench.config.peers))
     return bench.rows(_row)
 
 
 def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
-    names = bench.config.peer_names or DEFAULT
+    names = parts(bench.config.peers) or DEFAULT
     python = bench.config.python or sys.executable
     setup = Setup(
         bundle.resolve(),
@@ -53,7 +54,7 @@ def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
         python,
         cores(),
         bench.runs,
-        *bench.config.compute_dtypes,
+        *parts(bench.config.compute_dtype),
     )
     outcomes = in_turn(
         {name: partial(setup.measure, name) for name in names},
@@ -79,9 +80,9 @@ def _row(bench: Bench, bundle: Path, model: str, length: int) -> Row:
 def _check(bench: Bench, names: Sequence[str]) -> None:
     if len(bench.budgets) != 1:
         raise UsageError(f"--budget {bench.config.budget}: peers takes one budget, for ours")
-    if len(bench.config.compute_dtypes) != 1:
-        dtypes = bench.config.compute_dtype
-        raise UsageError(f"--compute-dtype {dtypes}: peers takes one type, for ours")
+    dtype = bench.config.compute_dtype
+    if len(parts(dtype)) != 1:
+        raise UsageError(f"--compute-dtype {dtype}: peers takes one type, for ours")
     if unknown := [name for name in names if name not in PROGRAMS]:
         raise UsageError(f"peers {', '.join(unknown)}: choose some of {', '.join(PROGRAMS)}")
     if bench.config.python and not Path(bench.config.python).is_file():

@@ -27,19 +27,18 @@ from runtime.config.base import (
 _SMALLEST = re.compile(r"(?:(?P<times>[0-9]{1,4}(?:\.[0-9]+)?)x)?min")
 
 
-def _parts(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(","))
+def parts(text: str | None) -> tuple[str, ...]:
+    """The names in a list; none where there is no list, and a benchmark's own apply."""
+    return tuple(part.strip() for part in text.split(",")) if text else ()
 
 
 def _once(text: str) -> bool:
-    parts = _parts(text)
-    return all(parts) and len({*parts}) == len(parts)
+    return all(parts(text)) and len({*parts(text)}) == len(parts(text)) > 0
 
 
 def _are_lengths(text: str) -> bool:
-    parts = _parts(text)
-    short = all(p.isascii() and p.isdecimal() and len(p) <= len(str(MOST_TOKENS)) for p in parts)
-    return _once(text) and short and all(1 <= int(p) <= MOST_TOKENS for p in parts)
+    short = (p.isascii() and p.isdecimal() and len(p) <= len(str(MOST_TOKENS)) for p in parts(text))
+    return _once(text) and all(short) and all(1 <= int(p) <= MOST_TOKENS for p in parts(text))
 
 
 def times_smallest(budget: str) -> float | None:
@@ -51,7 +50,7 @@ def times_smallest(budget: str) -> float | None:
 MODEL_NAMES = Check(_once, "names, each once")
 LENGTHS = Check(_are_lengths, f"whole numbers from 1 to {MOST_TOKENS:,}, each once")
 _BUDGETS = Check(
-    lambda text: _once(text) and all(times_smallest(p) or is_size(p) for p in _parts(text)),
+    lambda text: _once(text) and all(times_smallest(p) or is_size(p) for p in parts(text)),
     "sizes such as 300MB, min for the smallest that fits or 2xmin for twice as much, each once",
 )
 _RUNS = Check(
@@ -61,7 +60,7 @@ _RUNS = Check(
 )
 _PAGE = Check(lambda name: name.endswith(".html"), "a name that ends in .html", stored=expanded)
 _DTYPES = Check(
-    lambda text: _once(text) and {*_parts(text)} <= {"float32", "bfloat16"},
+    lambda text: _once(text) and {*parts(text)} <= {"float32", "bfloat16"},
     "float32, bfloat16 or float32,bfloat16",
 )
 _TIMED = Check(
@@ -115,29 +114,9 @@ class BenchConfig(Config):
     output: str | None = option(None, "JSON file to write (else NAME.json)", FILLED)
 
     @property
-    def model_names(self) -> tuple[str, ...]:
-        """The models given on the command line; empty for the benchmark's default."""
-        return _parts(self.models) if self.models else ()
-
-    @property
     def lengths(self) -> tuple[int, ...]:
         """The lengths given on the command line, ascending; empty for the benchmark's default."""
-        return tuple(sorted(map(int, _parts(self.seq_lens)))) if self.seq_lens else ()
-
-    @property
-    def compute_dtypes(self) -> tuple[str, ...]:
-        """The types that ours computes products in, in order."""
-        return _parts(self.compute_dtype)
-
-    @property
-    def budgets(self) -> tuple[str, ...]:
-        """The budgets given on the command line, in order; empty for the benchmark's default."""
-        return _parts(self.budget) if self.budget else ()
-
-    @property
-    def peer_names(self) -> tuple[str, ...]:
-        """The programs given on the command line; empty for the benchmark's default."""
-        return _parts(self.peers) if self.peers else ()
+        return tuple(sorted(map(int, parts(self.seq_lens))))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,9 +39,7 @@ def evaluate(
     from runtime.run.evaluate import run_eval
     from runtime.run.results import Events
 
-    events = Events(note=hearing(on_note), evaluation=on_progress)
-    with tempfile.TemporaryDirectory() as scratch:
-        return run_eval(config, Path(scratch), events)
+    return run_eval(config, Events(note=hearing(on_note), evaluation=on_progress))
 
 
 def compare_with_source(

@@ -31,10 +31,19 @@ def _run(words: list[str]) -> None:
         from runtime.config.suggestions import not_known  # training need not hold its tables
 
         typed = getattr(arguments, "parser", parser)
-        raise UsageError(not_known(unknown or words, long_flags(typed), typed.prog))
+        raise UsageError(not_known(unknown or words, long_flags(typed), typed.prog, _having))
     arguments.handler(arguments)
     if launched().size > 1:
         watch_end()
+
+
+def _having(flag: str) -> list[str]:
+    """The names of the commands that have an option."""
+    return [
+        command.name
+        for command in COMMANDS
+        if flag.removeprefix("--").replace("-", "_") in command.config.__dataclass_fields__
+    ]
 
 
 def _check_command(word: str) -> None:

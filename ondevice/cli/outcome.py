@@ -26,6 +26,7 @@ from runtime.core.errors import (
 from runtime.core.files import TOO_LARGE
 
 DESCRIPTORS = 64  # files, and pipes to other processes, that a command opens at once at most
+MORE_FILES = "raise the limit, as with: ulimit -n 1024"
 
 _LONG_WORD = re.compile(r"\S{500,}")  # a name, or a number, that no message needs in full
 
@@ -95,28 +96,20 @@ def _system_error(problem: OSError) -> int:
     if isinstance(problem, BrokenPipeError):
         _discard(sys.stdout)  # nobody reads it any more, as with `| head`
         return 1
-    if problem.errno in (errno.EMFILE, errno.ENFILE):
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return _said(
-            f"{reason}{where}: this process may open {soft} (RLIMIT_NOFILE); raise the limit, as "
-            "with: ulimit -n 1024",
-            StorageError.exit_code,
-        )
     if problem.errno == errno.ENOENT and not _has_working_folder():
         return _said(f"{reason}: the working folder is gone; cd to another", UsageError.exit_code)
     if problem.errno == errno.ENAMETOOLONG:
         return _said(f"{reason}{where}; give a shorter name", UsageError.exit_code)
-    if problem.errno == errno.EFBIG:
+    if problem.errno in (errno.EFBIG, errno.ENOSPC, errno.EDQUOT):
         _discard(sys.stdout)
-        return _said(f"{reason}{where}: {TOO_LARGE}", StorageError.exit_code)
-    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        _discard(sys.stdout)
-        return _said(
-            f"{reason}{where}: the disk is full, or what the output goes to; make room and start "
-            "again",
-            StorageError.exit_code,
-        )
-    return _said(f"{reason}{where}", StorageError.exit_code)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = f": this process may open {soft} (RLIMIT_NOFILE); {MORE_FILES}"
+    full = ": the disk is full, or what the output goes to; make room and start again"
+    ways = {
+        **{errno.EMFILE: files, errno.ENFILE: files, errno.EFBIG: f": {TOO_LARGE}"},
+        **{errno.ENOSPC: full, errno.EDQUOT: full},
+    }
+    return _said(f"{reason}{where}{ways.get(problem.errno or 0, '')}", StorageError.exit_code)
 
 
 def _open_missing() -> None:
@@ -157,7 +150,7 @@ def _allow_descriptors() -> None:
     if hard != resource.RLIM_INFINITY and hard < DESCRIPTORS:
         raise StorageError(
             f"this process may open {hard} files (RLIMIT_NOFILE), and may need {DESCRIPTORS}; "
-            "raise the limit, as with: ulimit -n 1024"
+            f"{MORE_FILES}"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))
 

@@ -75,12 +75,6 @@ def whole_parser(*typed: str) -> Parser:
     return parser
 
 
-def command_parser(command: Command) -> argparse.ArgumentParser:
-    """The parser of one command's options."""
-    commands = Parser().add_subparsers(prog="ondevice")
-    return _add_command(commands, command)
-
-
 def long_flags(parser: argparse.ArgumentParser) -> list[str]:
     """All flags of a parser that are words."""
     return [

@@ -132,6 +132,19 @@ def between(least: float, most: float, usual: str, *, or_zero: bool = False) -> 
     )
 
 
+def readable(read: Callable[[str], Any], wanted: str, stored: Callable[[str], str] = str) -> Check:
+    """The condition on a text that `read` takes it, which raises ValueError for others."""
+
+    def allows(text: str) -> bool:
+        try:
+            read(text)
+        except ValueError:
+            return False
+        return True
+
+    return Check(allows, wanted, stored=stored)
+
+
 def up_to(most: int) -> Check:
     """The condition on a count that it is at most `most`."""
     return Check(lambda value: 1 <= value <= most, f"from 1 to {most}")

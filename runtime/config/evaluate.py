@@ -51,13 +51,15 @@ class EvalConfig(BundleConfig, DataOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = []
-        if self.source is not None and self.adapter is not None:
-            problems.append("--source compares the base model: leave out --adapter")
-        if self.source is not None and self.task != "perplexity":
-            problems.append(f"--source compares predictions: leave out --task {self.task}")
-        if self.source is not None and self.arithmetic != "auto":
-            problems.append("--source compares models in one arithmetic: leave out --arithmetic")
-        if self.source is not None and self.parallel is not None:
-            problems.append("--source compares in one process: leave out --parallel")
+        compared = {
+            "adapter": "the base model",
+            "task": "predictions",
+            "arithmetic": "models in one arithmetic",
+            "parallel": "in one process",
+        }
+        problems = [
+            f"--source compares {models}: leave out --{name}"
+            for name, models in compared.items()
+            if self.source is not None and self.was_given(name)
+        ]
         refuse(type(self), problems)

@@ -9,17 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from runtime.adapters.lora import ALL_LAYERS, ALL_LINEAR, MOST_ALPHA, MOST_RANK
-from runtime.config.base import COUNT, Check, Config, Group, between, option
+from runtime.config.base import COUNT, Check, Config, Group, between, option, readable
 
 
 def layer_names(text: str) -> tuple[str, ...]:
-    """The names in "q_proj,v_proj"."""
-    return tuple(name.strip() for name in text.split(","))
-
-
-def are_layer_names(text: str) -> bool:
-    """Whether a text is a list of names of layers."""
-    return all(name.isidentifier() for name in layer_names(text))
+    """The names in "q_proj,v_proj". Raises ValueError if one is no name."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(map(str.isidentifier, names)):
+        raise ValueError(text)
+    return names
 
 
 def targets_of(text: str) -> Literal["all-linear"] | tuple[str, ...]:
@@ -35,10 +33,7 @@ def option_of(setting: str) -> str:
     return setting if setting == "rslora" else f"lora_{setting}"
 
 
-TARGETS = Check(
-    lambda text: text == ALL_LINEAR or are_layer_names(text),
-    "all-linear, or names of layers such as q_proj,v_proj",
-)
+TARGETS = readable(targets_of, "all-linear, or names of layers such as q_proj,v_proj")
 RANK = Check(lambda rank: 1 <= rank <= MOST_RANK, f"1 to {MOST_RANK}")
 ALPHA = between(1e-3, MOST_ALPHA, "usual is once or twice the rank")
 _LAST = Check(

@@ -32,12 +32,12 @@ class Method:
     noise: str = "gaussian"
 
 
-_PERTURBING = ("queries", "noise", "epsilon", "objective")
+_PERTURBING = ("queries", "noise", "epsilon")
 _AVERAGING = ("zo_optimizer", "zo_window")
 _SCALING = ("zo_scaling", "zo_scaled", "zo_scaling_interval")
 
 METHODS: dict[str, Method] = {
-    "mebp": Method("runtime.methods.mebp", ("objective",), epochs=3, learning_rate=2e-4),
+    "mebp": Method("runtime.methods.mebp", epochs=3, learning_rate=2e-4),
     "mezo": Method("runtime.methods.zeroth.mezo", (*_PERTURBING, *_AVERAGING, *_SCALING)),
     "fzoo": Method(
         "runtime.methods.zeroth.fzoo",

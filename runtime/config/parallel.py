@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from runtime.config.base import Check, Group, expanded, option
+from runtime.config.base import Group, expanded, option, readable
 
 MOST_WORKERS = 1024
 FOLDER, JOIN = "folder", "join"
@@ -58,19 +58,19 @@ def parallel_field(
         f"how the processes {processes} share the work, such as {example}: "
         + " and ".join({"data": "rows (data)", "perturb": "perturbations"}[name] for name in names)
         + f"{through}; see docs/several-machines.md",
-        Check(
-            lambda text: _is_grid(text, names) or (folder and shared_folder(text) is not None),
+        readable(
+            lambda text: (folder and shared_folder(text)) or _grid_over(text, names),
             f"numbers of workers such as {example}" + (f", or {FOLDER}=DIR" if folder else ""),
-            stored=_with_whole_path,
+            _with_whole_path,
         ),
         Group.MEMORY,
         metavar=",".join(f"{name}=N" for name in names) + (f"|{FOLDER}=DIR" if folder else ""),
     )
 
 
-def _is_grid(text: str, names: tuple[str, ...]) -> bool:
-    try:
-        grid = grid_of(text)
-    except ValueError:
-        return False
-    return all(count == 1 or name in names for name, count in grid._asdict().items())
+def _grid_over(text: str, names: tuple[str, ...]) -> Grid:
+    """The grid, if it shares nothing but `names`. Raises ValueError."""
+    grid = grid_of(text)
+    if any(count > 1 and name not in names for name, count in grid._asdict().items()):
+        raise ValueError(text)
+    return grid

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ from runtime.config.base import (
     COUNT,
     FILLED,
     SIZE,
-    Check,
     Config,
     Group,
     between,
@@ -19,6 +17,7 @@ from runtime.config.base import (
     expanded,
     flag,
     option,
+    readable,
     refuse,
     required,
     up_to,
@@ -114,26 +113,12 @@ def mix_of(text: str) -> tuple[str, float]:
     return data, share_of(share)
 
 
-def _can(read: Callable[[str], Any], text: str) -> bool:
-    try:
-        read(text)
-    except ValueError:
-        return False
-    return True
-
-
-_COLUMNS = Check(
-    lambda text: _can(columns_of, text),
+_COLUMNS = readable(
+    columns_of,
     f"pairs such as prompt=question,completion=answer, of {', '.join(FIELDS)}, each once",
 )
-_SHARE = Check(lambda text: _can(share_of, text), "a share such as 5%, above 0% and below 100%")
-
-
-_MIX = Check(
-    lambda text: _can(mix_of, text),
-    "data and a share below 100%, such as general.jsonl:10%",
-    stored=expanded,
-)
+_SHARE = readable(share_of, "a share such as 5%, above 0% and below 100%")
+_MIX = readable(mix_of, "data and a share below 100%, such as general.jsonl:10%", expanded)
 
 
 def mix_field() -> Any:
@@ -266,10 +251,10 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
         *METHODS,
         group=Group.TRAINING,
     )
-    objective: str | None = choice(
-        None,
-        f"what training improves: {_IMPROVED} (default: {next(iter(OBJECTIVES))}); shares have no "
-        "gradient, are for zeroth-order methods, and need large batches",
+    objective: str = choice(
+        next(iter(OBJECTIVES)),
+        f"what training improves: {_IMPROVED}; shares have no gradient, are for zeroth-order "
+        "methods, and need large batches",
         *OBJECTIVES,
         group=Group.TRAINING,
     )
@@ -311,11 +296,6 @@ class StepConfig(BundleConfig, LoraOptions, ZerothOrderOptions):
     )
     trainable: str | None = trainable_field()
     prefix_length: int | None = prefix_length_field()
-
-    @property
-    def objective_name(self) -> str:
-        """The name of the objective that training improves."""
-        return self.objective or next(iter(OBJECTIVES))
 
     @property
     def trains_prefix(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from runtime.config.base import flag as flag_of
 from runtime.config.elsewhere import (
@@ -38,22 +38,35 @@ def no_command(word: str, names: Sequence[str]) -> str:
     return f"no command {word!r}; {hint}"
 
 
-def not_known(words: Sequence[str], there: Sequence[str], command: str) -> str:
-    """The message for arguments that a command does not have; `there` are its long flags."""
+def not_known(
+    words: Sequence[str],
+    there: Sequence[str],
+    command: str,
+    others: Callable[[str], Sequence[str]] = lambda flag: (),
+) -> str:
+    """The message for arguments that a command does not have; `there` are its long flags.
+
+    others: the names of the commands that have a flag.
+    """
     values = _values(words)
     near = []
     for flag, value in values.items():
-        meant, advice = _of_elsewhere(flag, there, command)
-        if ours_advice := VALUE_ADVICE.get(meant, {}).get(value.lower()):
+        meant, advice = _meant(flag, there, command)
+        is_slip = flag != meant and flag not in FLAGS_ELSEWHERE
+        ours_advice = VALUE_ADVICE.get(meant, {}).get(value.lower())
+        if ours_advice and not is_slip:
             return f"{flag} {value}: {ours_advice}"
         if advice:
             return f"{flag}: {advice}"
         ours = VALUES_ELSEWHERE.get(meant, {}).get(value.lower())
-        near += [f"{meant} {ours}"] if ours else _meant(flag, there, command)
+        near += [f"{meant} {ours or ''}".strip()] if meant else []
     if words and not values and "--prompt" in there:
         return f"unrecognized arguments: {' '.join(words)}; a prompt is given by --prompt TEXT"
     meant = f"did you mean {' or '.join(dict.fromkeys(near))}?"
-    hint = meant if near else f"see: {command} --help"
+    of_others = [
+        f"{flag} is an option of {', '.join(names)}; " for flag in values if (names := others(flag))
+    ]
+    hint = meant if near else f"{''.join(of_others)}see: {command} --help"
     return f"unrecognized arguments: {' '.join(words)}; {hint}"
 
 
@@ -83,32 +96,24 @@ def _values(words: Sequence[str]) -> dict[str, str]:
 def unknown_key(key: str, there: Sequence[str], command: str) -> str:
     """The message for a key that a configuration does not have; `there` are those that it has."""
     flag, flags = flag_of(key), [flag_of(name) for name in there]
-    if advice := _of_elsewhere(flag, flags, command)[1]:
+    meant, advice = _meant(flag, flags, command)
+    if advice:
         return f"unknown key {key!r}: {advice}"
-    near = _meant(flag, flags, command)
-    hint = f"; did you mean {near[0].removeprefix('--').replace('-', '_')}?" if near else ""
+    hint = f"; did you mean {meant.removeprefix('--').replace('-', '_')}?" if meant else ""
     return f"unknown key {key!r}{hint}"
 
 
-def _meant(flag: str, there: Sequence[str], command: str) -> list[str]:
-    """The flag that is meant, if any of those that there are is.
-
-    A name that other programs have is no slip of the pen, and is like no other.
-    """
-    meant, _ = _of_elsewhere(flag, there, command)
-    if meant or flag in FLAGS_ELSEWHERE:
-        return [meant] if meant else []
-    return alike(flag, there, least=0.8)
-
-
-def _of_elsewhere(flag: str, there: Sequence[str], command: str) -> tuple[str, str]:
-    """Of another program's flag ours, if the command has one; else the way to the same end.
+def _meant(flag: str, there: Sequence[str], command: str) -> tuple[str, str]:
+    """Our flag that is meant, if the command has one; else the way to the same end, if known.
 
     That way is told where the command has all flags that stand outside its commands in backquotes.
+    A name that other programs have is no slip of the pen, and is like no other.
     """
     ours = [name.removeprefix(f"{command} ") for name in FLAGS_ELSEWHERE.get(flag, ())]
     for name in (flag, *ours):
         if name in there:
             return name, ""
     way = next((ADVICE[name] for name in (flag, *ours) if name in ADVICE), "")
-    return "", way if {*_FLAG.findall(_QUOTED.sub("", way))} <= {*there} else ""
+    if way and {*_FLAG.findall(_QUOTED.sub("", way))} <= {*there}:
+        return "", way
+    return "" if ours else next(iter(alike(flag, there, least=0.8)), ""), ""

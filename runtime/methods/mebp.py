@@ -381,7 +381,7 @@ def start(config: TrainConfig, begin: Start) -> MeBP:
     Raises:
         UsageError: workers are to share anything but rows, or there are more workers than rows.
     """
-    loss, workers = loss_of(config.objective_name, begin.rows, config.method), begin.workers
+    loss, workers = loss_of(config.objective, begin.rows, config.method), begin.workers
     if workers.perturb > 1:
         raise UsageError(
             f"perturb={workers.perturb}: {config.method} runs each row forward once, so its "

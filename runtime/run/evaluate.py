@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -219,13 +220,17 @@ class LabelTally(LabelAccuracy):
 TOKENS, PLAN = "eval.tokens", "plan.json"
 
 
-def run_eval(config: EvalConfig, scratch: Path, events: Events) -> EvaluationResult:
+def run_eval(config: EvalConfig, events: Events) -> EvaluationResult:
     """`ondevice eval`: loss, perplexity, accuracy and, if asked for, labels, under a budget.
 
     Of several processes rank 0 sends the others its plan, the rows and the adapter.
     """
     same = {name: value for name, value in vars(config).items() if name != "bundle"}
-    with team_of(config.parallel, "eval", same) as team:
+    with (
+        tempfile.TemporaryDirectory() as place,
+        team_of(config.parallel, "eval", same) as team,
+    ):
+        scratch = Path(place)
         if not team.rank:
             return _evaluate(config, scratch, events, team)
         with team.receive(scratch / "received") as folder:

@@ -5,9 +5,13 @@ The log of experiments is no page: it keeps the names and commands of its time.
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from pathlib import Path
+
+from ondevice.cli.commands import Command
+from ondevice.cli.parser import whole_parser
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -17,6 +21,17 @@ USER_PAGES = sorted(ROOT.glob("docs/*.md"))
 LAB_PAGES = [page for page in sorted(ROOT.glob("docs/lab/*.md")) if page != LOG]
 PAGES = (README, ROOT / "CONTRIBUTING.md", CHANGELOG, *USER_PAGES, *LAB_PAGES)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def command_parser(command: Command) -> argparse.ArgumentParser:
+    """The parser of one command's options."""
+    (commands,) = (
+        action
+        for action in whole_parser(command.name)._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    parser: argparse.ArgumentParser = commands.choices[command.name]
+    return parser
 
 
 def section(page: Path, heading: str) -> str:

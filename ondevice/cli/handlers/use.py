@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-import tempfile
 from collections import deque
-from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -34,8 +32,8 @@ def run_eval(config: EvalConfig, as_json: bool) -> None:
     from runtime.run.evaluate import run_eval
     from runtime.run.results import Events
 
-    with tempfile.TemporaryDirectory() as scratch, task_bar() as progress:
-        result = run_eval(config, Path(scratch), Events(evaluation=progress, note=note))
+    with task_bar() as progress:
+        result = run_eval(config, Events(evaluation=progress, note=note))
     if not speaks():
         return
     text = (

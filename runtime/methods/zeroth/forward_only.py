@@ -73,7 +73,7 @@ def start_with(
             the type in which products are computed.
     """
     _check_resolved(config, begin)
-    objective = objective_of(config.objective_name, begin.rows)
+    objective = objective_of(config.objective, begin.rows)
     rows, points = config.batch_size * config.grad_accumulation, len(estimator.points)
     groups = grouped(range(rows), objective.together)
     begin.workers.check(len(groups), points, objective.together)

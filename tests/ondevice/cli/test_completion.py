@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.pages import command_parser
 from support.runs import here, json_of
 
 from ondevice.cli.commands import COMMANDS
 from ondevice.cli.handlers.machine import SHELLS
-from ondevice.cli.parser import command_parser, long_flags
+from ondevice.cli.parser import long_flags
 from runtime.config.methods import METHODS
 
 

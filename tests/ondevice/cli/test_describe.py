@@ -7,11 +7,11 @@ from dataclasses import MISSING, fields
 
 import pytest
 from support.bundles import Tiny
+from support.pages import command_parser
 from support.plans import LINUX, MAC, PLENTY, plan_of, task_of
 
 from ondevice.cli.commands import COMMANDS, Command
 from ondevice.cli.describe import describe_fit, describe_matrices, describe_plan, facts_of
-from ondevice.cli.parser import command_parser
 from runtime.config.base import flag
 from runtime.core.units import format_bytes
 from runtime.machine.machine import Machine

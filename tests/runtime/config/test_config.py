@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.pages import command_parser
 from support.runs import here, succeeds
 
 from export.config.export import ExportConfig
 from export.config.fuse import AdapterConfig
 from harness.config.bench import ReportConfig
 from ondevice.cli.commands import COMMANDS, Command
-from ondevice.cli.parser import command_parser, whole_parser
+from ondevice.cli.parser import whole_parser
 from runtime.config import arguments
 from runtime.config import base as config
 from runtime.config.base import LEAST, load, to_toml

@@ -8,10 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.pages import command_parser
 from support.runs import refuses
 
 from ondevice.cli.commands import COMMANDS
-from ondevice.cli.parser import command_parser, long_flags
+from ondevice.cli.parser import long_flags
 from runtime.config.base import flag as flag_of
 from runtime.config.base import load
 from runtime.config.elsewhere import (
@@ -71,11 +72,13 @@ OF_TRL_AND_PEFT = """
         ("plan b --adapter-path x", "--adapter-path: `ondevice train --output RUN` writes"),
         ("inspect b --wandb", "unrecognized arguments: --wandb; see: ondevice inspect --help"),
         ("train b --resume-adapter-file x", "did you mean --adapter?"),
+        ("train b --optimzer lion", "did you mean --optimizer?"),
+        ("plan b --steps 3", "--steps is an option of train, compare, bench; see: ondevice plan"),
         ("train b --local-rank 1", "--local-rank: several processes share a training"),
         ("train b --dataset-config x", "--data OWNER/NAME:CONFIG:SPLIT"),
         ("generate b --prompt x --max-kv-size 512", "kept in float32, within --budget"),
         ("export m -o b --dequantize", "did you mean --bits?"),
-        ("eval b --seed 3", "unrecognized arguments: --seed 3; see: ondevice eval --help"),
+        ("eval b --seed 3", "--seed 3; --seed is an option of export, train, generate, "),
         ("train b --num-train-epochs 3", "did you mean --epochs?"),
         ("train b --mask-prompt", "--mask-prompt: prompts have no loss unless --loss-on"),
         ("train b --load-in-4bit", "`ondevice export MODEL -o BUNDLE --bits 4`"),
