@@ -35,14 +35,8 @@ _USUAL_EPSILON = 1e-6
 _CLOSE = 1e-6  # of a number that a file has in float32
 # kinds of scalings are refused one by one; the others are sizes that LFM2 computes its own of
 _NOT_COMPARED = {
-    *(
-        "model_type",
-        "rope_scaling",
-        "original_max_position_embeddings",
-        "block_ff_dim",
-        "block_multiple_of",
-        "block_ffn_dim_multiplier",
-    ),
+    *("model_type", "rope_scaling", "original_max_position_embeddings", "block_ff_dim"),
+    *("block_multiple_of", "block_ffn_dim_multiplier"),
 }
 _YARN = {"rope_type", "type", "factor", "original_max_position_embeddings"}
 _USUAL = {"beta_fast": 32, "beta_slow": 1, "truncate": True}  # what llama.cpp has

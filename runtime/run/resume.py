@@ -133,9 +133,8 @@ def _continue(
     if state is not None and (others := state.other_arithmetic(arithmetic())):
         events.note(warning(f"the last bits may differ from those of an unbroken run: {others}"))
     opened = Opened(config, folder, session, samples, rows, team, meter, events)
-    adapters, running = opened.state(state)
+    trainer = Trainer(opened, state, progress)
     invite(opened)
-    trainer = Trainer(opened, adapters, running, progress)
     if trainer.ended:
         _say_ended(trainer, before, events)
     folder.write_plan(chosen)

@@ -161,7 +161,7 @@ def _begin(
     weights = weights_of(fixed, bundle, chosen, folder, 0)
     session = open_session(bundle, chosen, weights, events.note)
     opened = Opened(fixed, folder, session, samples, rows, team, meter, events)
-    adapters, running = opened.first_state()
+    trainer = Trainer(opened, None, Progress())
     invite(opened)
     folder.write_plan(chosen)
     folder.write(CONFIG, to_toml(fixed).encode())
@@ -170,7 +170,7 @@ def _begin(
     for text in bundle.manifest.warnings:
         events.note(warning(text))
     events.announce(chosen)
-    return Trainer(opened, adapters, running, Progress()).run()
+    return trainer.run()
 
 
 def _first_plan(config: TrainConfig, bundle: Bundle, team: Team, events: Events) -> Plan:

@@ -171,9 +171,9 @@ class Descent(Part, ABC):
         """The direction along which a tensor is perturbed where its noise is z."""
         return z
 
-    @abstractmethod
     def remember(self, update: Update) -> None:
         """Make this the update that `apply` applies."""
+        self._latest = update
 
     @abstractmethod
     def apply(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
@@ -200,9 +200,6 @@ class Sgd(Descent):
     @classmethod
     def of_log(cls, fields: Mapping[str, Any], manifest: Manifest) -> Sgd:
         return cls()
-
-    def remember(self, update: Update) -> None:
-        self._latest = update
 
     def apply(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
         return self._latest.apply(noise, tensors)

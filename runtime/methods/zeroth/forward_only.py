@@ -65,8 +65,8 @@ def start_with(
 ) -> ZerothOrder:
     """The method of an estimator at its beginning.
 
-    Without `descent`, it is plain SGD. A worker has slots for the hidden states of all, since it may
-    become the fastest.
+    Without `descent`, it is plain SGD. A worker has slots for the hidden states of all, since it
+    may become the fastest.
 
     Raises:
         UsageError: there are more workers than rows, or than points; or epsilon is too small for

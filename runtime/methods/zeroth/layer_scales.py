@@ -105,7 +105,7 @@ class ScaledDescent(Descent):
         return z / self._scales[self._index[tensor]]
 
     def remember(self, update: Update) -> None:
-        self._latest = update
+        super().remember(update)
         if update.extras:
             if len(update.extras) != len(self.layers):
                 raise ValueError(f"{len(update.extras)} scales for {len(self.layers)} layers")

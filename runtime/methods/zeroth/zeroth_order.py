@@ -239,16 +239,10 @@ class ZerothOrder:
         for query in sorted({lane.point.query for lane in group} - held):
             points = sorted({lane.point for lane in going.lanes if lane.point.query == query})
             with going.model.profile.span("noise"):
-                self._perturb(perturbed, block, going.step, points)
+                perturbed |= self._perturbed(block, going.step, points)
         return [perturbed[lane.point] for lane in group]
 
-    def _perturb(
-        self,
-        perturbed: dict[Point, Loras],
-        block: Block,
-        number: int,
-        points: Sequence[Point],
-    ) -> None:
+    def _perturbed(self, block: Block, step: int, points: Sequence[Point]) -> dict[Point, Loras]:
         """The block's adapters at all points of one query."""
         names = self._names(block)
         theta = {name: self.adapters.tensors[name] for name in names}  # each read copies it
@@ -256,19 +250,20 @@ class ZerothOrder:
         moves = self._only.get(query, owner) == owner
         turned = (lambda _, z: z) if query in self._only else self.descent.direction
         z = {
-            name: turned(name, self.noise.draw(number, query, name, theta[name].shape))
+            name: turned(name, self.noise.draw(step, query, name, theta[name].shape))
             for name in names
             if moves and self.estimator.trains(name)
         }
+        perturbed: dict[Point, Loras] = {}
         for point in points:
-            step = point.sign * self.epsilon
+            by = point.sign * self.epsilon
             tensors = {
-                name: theta[name] + z[name] * step if step and name in z else theta[name]
+                name: theta[name] + z[name] * by if by and name in z else theta[name]
                 for name in names
             }
             mx.eval(tensors)
-            adapters = Adapters(self.adapters.manifest, tensors)
-            perturbed[point] = adapters.loras(block)
+            perturbed[point] = Adapters(self.adapters.manifest, tensors).loras(block)
+        return perturbed
 
     def _names(self, block: Block) -> list[str]:
         """The tensors with which a block runs, some of which another one may own."""

@@ -35,7 +35,6 @@ from support.models import (
 )
 from support.plans import LINUX, demand_of, peak_model_of, predicted, task_of
 
-from runtime.arrays.values import Loras
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
 from runtime.config.shared import StepConfig
@@ -46,7 +45,6 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import StepDropout
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import StepResult
-from runtime.methods.zeroth.estimator import Point
 from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.objective import Scored
@@ -459,8 +457,7 @@ def test_perturbed_copies_of_an_embeddings_adapter_are_counted(
     peaks = peak_model_of(bundle.manifest, task_of(16, "mezo"), Sizes(10_000, 16))
     found = Allocated()
     with found.watching():
-        copies: dict[Point, Loras] = {}
-        method._perturb(copies, bundle.manifest.blocks[0], 0, points)
+        method._perturbed(bundle.manifest.blocks[0], 0, points)
     expected = peaks.adapters.perturbing + peaks.adapters.only_in_layers
     assert 0.9 * expected <= found.most <= expected + 1000  # random keys
 
