@@ -11,20 +11,17 @@ from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
 from export.sources import gguf_gemma4
 from export.sources.families import completed_config, normalise_config
 from export.sources.gguf_config import (
-    BY_SIGMOID,
     FACTORS,
     LISTED,
     LLAMA3,
     LONGROPE,
-    OF_SCALING,
     ROPE_FREQS,
-    SIGMOID,
     WINDOWED,
     as_stated,
-    entries_of,
     llama3_factors,
     read_config,
 )
+from export.sources.gguf_entries import BY_SIGMOID, OF_SCALING, SIGMOID, entries_of
 from export.sources.rope import ORIGINAL_LENGTH, longrope
 from export.sources.settings import is_neutral_name, neutral_settings
 from export.sources.windows import FULL, SLIDING, layer_types, unlike_full
