@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -177,7 +177,6 @@ class Planner:
             cache_bytes=held.cache_bytes,
             mapped_value_bytes=model.mapped_value,
             value_bytes=model.largest_whole_value,
-            scratch_disk_bytes=_scratch_bytes(self.manifest, task, model, 0),
             bucket=task.request.bucket,
             rows=task.request.rows,
             accumulation=task.request.accumulation,
@@ -195,7 +194,7 @@ class Planner:
             evaluation_lanes=evaluation_lanes,
             kept_layers=0,
             kept_bytes=0,
-            stored_values=_stored_values(task, model, 0),
+            **_stored(task, model, 0),
             materialized_layers=0,
             materialized_bytes=0,
             blocks=peak.blocks,
@@ -459,8 +458,7 @@ class Planner:
             kept_layers=counts[0],
             kept_products=counts[1],
             kept_mlps=counts[2],
-            stored_values=_stored_values(task, model, counts[0]),
-            scratch_disk_bytes=_scratch_bytes(self.manifest, task, model, counts[0]),
+            **_stored(task, model, counts[0]),
             kept_bytes=kept_bytes,
             materialized_layers=materialized,
             materialized_bytes=materialized_bytes,
@@ -526,10 +524,15 @@ def _free_lanes(task: Task, model: PeakModel, lanes: int, held: Held) -> tuple[i
     return lanes, evaluation_lanes
 
 
-def _stored_values(task: Task, model: PeakModel, kept: int) -> int:
-    """How many values of layers a file holds for their backward; `kept` layers need no file."""
+def _stored(task: Task, model: PeakModel, kept: int) -> dict[str, Any]:
+    """How many values of layers a file holds for their backward, and the bytes of all such files.
+
+    The last `kept` layers have theirs in memory.
+    """
     each = model.lowered.stored_values if task.demand.backward else 0
-    return each * (len(model.lowered.layers) - kept)
+    values = each * (len(model.lowered.layers) - kept)
+    files = scratch_files(model.manifest, task, values, model.adapters.all)
+    return {"stored_values": values, "scratch_disk_bytes": sum(files.values())}
 
 
 def _worth(savings: Sequence[tuple[float, int]]) -> list[int]:
@@ -546,9 +549,3 @@ def _worth(savings: Sequence[tuple[float, int]]) -> list[int]:
             saved, nbytes = saved + others, nbytes + more
         groups.append((way, saved, nbytes))
     return [way for way, saved, _ in groups if saved > 0]
-
-
-def _scratch_bytes(manifest: Manifest, task: Task, model: PeakModel, kept: int) -> int:
-    """Bytes of a run's scratch files; the last `kept` layers keep activations in memory."""
-    stored = _stored_values(task, model, kept)
-    return sum(scratch_files(manifest, task, stored, model.adapters.all).values())

@@ -109,7 +109,8 @@ def _continue(
     chosen = _plan_again(config, bundle, folder, events, team.size)
     events.announce(chosen)
     rows = open_run_rows(config, bundle, folder.path, events.evaluation)
-    folder.check_tokens()
+    for name in folder.token_files:
+        folder.check(name)
     samples = Samples.of(config, bundle.manifest, rows.train)
     config = settled(config, samples, silent if config.steps == before.steps else events.note)
     if config.all_steps < progress.done:

@@ -40,7 +40,7 @@ from runtime.storage.saves import CONFIG
 
 
 def plan_training(
-    config: StepConfig, bundle: Bundle, machine: Machine | None = None, note: Note | None = None
+    config: StepConfig, bundle: Bundle, machine: Machine | None = None, note: Note = silent
 ) -> Plan:
     """The plan for this configuration of training, on a machine (default: this machine).
 
@@ -51,7 +51,7 @@ def plan_training(
         UsageError: rows are longer than the bundle has graphs for, the machine cannot be read, or
             the LoRA settings do not fit the model or the adapter to start from.
     """
-    return _plan(*to_train(config, bundle, note), machine, note=note or silent)
+    return _plan(*to_train(config, bundle, note), machine, note=note)
 
 
 def _plan(

@@ -41,7 +41,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.log_header import Header
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Models, StepLoss, StepResult
-from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen, Sgd, Update
+from runtime.methods.zeroth.descent import Descent, Measured, Probe, Sgd, Update
 from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losses, Point, by_query
 from runtime.methods.zeroth.shared_points import Numbers, Place, of_fleet, of_grid
 from runtime.objectives.next_token import NextToken
@@ -168,7 +168,7 @@ class ZerothOrder:
             return Measured()
         self.settle()
 
-        def alone(moved: Mapping[int, Block]) -> Seen:
+        def alone(moved: Mapping[int, Block]) -> tuple[Losses, Measured]:
             lanes = [
                 Lane(Point(query, sign), row)
                 for query in moved
@@ -178,8 +178,7 @@ class ZerothOrder:
             self._only = moved
             losses, means = self._forward(going._replace(lanes=lanes))
             self._only = {}
-            finite = all(map(math.isfinite, losses))
-            return Seen(means, len(lanes), finite)
+            return means, Measured((), len(lanes), all(map(math.isfinite, losses)))
 
         together = max(1, len(self.estimator.points) // 2)
         queries = len(by_query(self.estimator.points))
