@@ -22,7 +22,7 @@ from export.fused.gguf_metadata import add_metadata, check_metadata, rope_tables
 from export.fused.gguf_vocabulary import add_vocabulary
 from export.fused.model import FusedCheckpoint
 from export.fused.slices import Slices
-from export.sources.gguf_config import entries_of
+from export.sources.gguf_entries import entries_of
 from export.sources.gguf_file import is_model
 from export.sources.gguf_names import (
     Place,

@@ -11,20 +11,17 @@ from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
 from export.sources import gguf_gemma4
 from export.sources.families import completed_config, normalise_config
 from export.sources.gguf_config import (
-    BY_SIGMOID,
     FACTORS,
     LISTED,
     LLAMA3,
     LONGROPE,
-    OF_SCALING,
     ROPE_FREQS,
-    SIGMOID,
     WINDOWED,
     as_stated,
-    entries_of,
     llama3_factors,
     read_config,
 )
+from export.sources.gguf_entries import BY_SIGMOID, OF_SCALING, SIGMOID, entries_of
 from export.sources.rope import ORIGINAL_LENGTH, longrope
 from export.sources.settings import is_neutral_name, neutral_settings
 from export.sources.windows import FULL, SLIDING, layer_types, unlike_full
@@ -35,14 +32,8 @@ _USUAL_EPSILON = 1e-6
 _CLOSE = 1e-6  # of a number that a file has in float32
 # kinds of scalings are refused one by one; the others are sizes that LFM2 computes its own of
 _NOT_COMPARED = {
-    *(
-        "model_type",
-        "rope_scaling",
-        "original_max_position_embeddings",
-        "block_ff_dim",
-        "block_multiple_of",
-        "block_ffn_dim_multiplier",
-    ),
+    *("model_type", "rope_scaling", "original_max_position_embeddings", "block_ff_dim"),
+    *("block_multiple_of", "block_ffn_dim_multiplier"),
 }
 _YARN = {"rope_type", "type", "factor", "original_max_position_embeddings"}
 _USUAL = {"beta_fast": 32, "beta_slow": 1, "truncate": True}  # what llama.cpp has

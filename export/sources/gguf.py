@@ -21,11 +21,11 @@ from export.sources.families import build_model, normalise_config, parameter_sha
 from export.sources.gguf_blocks import TRANSCODINGS, Transcoding, transcode
 from export.sources.gguf_config import (
     FURTHER,
-    as_in_file,
     read_config,
     rope_tables,
     supported_family,
 )
+from export.sources.gguf_entries import as_in_file
 from export.sources.gguf_file import GGUFFile, GGUFTensor
 from export.sources.gguf_keys import unknown_metadata
 from export.sources.gguf_names import (

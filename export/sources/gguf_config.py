@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import numpy as np
 from export.sources import gguf_gemma4
 from export.sources.families import OF_MLX_LM
 from export.sources.general import MAX_LAYERS, settings_class
+from export.sources.gguf_entries import BY_SIGMOID, INNER, OF_SCALING, SIGMOID, entries_of
 from export.sources.gguf_names import ARCHITECTURES, SEEING, family_of
 from export.sources.windows import FULL, SLIDING, layer_types
 from export.stored import F32
@@ -43,76 +43,6 @@ _PARTIAL = (
 FURTHER = "nextn_predict_layers"  # the last blocks, which predict the tokens after the next one
 _LEARNED_POSITIONS = ("gpt2", "gpt_bigcode")
 _SHARED = "shared_intermediate_size"  # MiniMax's class asks for it, and does not use it
-_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-_LOCAL = {**_EXPERTS, "expert_count": "num_local_experts"}
-_SCALES = {
-    **{"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"},
-    **{"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"},
-}
-_OWN_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
-_SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
-_SHARING = {
-    **{**_EXPERTS, **_OWN_WIDTH, "expert_count": "n_routed_experts"},
-    **{"expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor"},
-    "leading_dense_block_count": "first_k_dense_replace",
-    "expert_weights_norm": "norm_topk_prob",
-}
-# families whose routers have a sigmoid, and the number that files have for it
-BY_SIGMOID = ("glm4_moe", "solar_open", "dots1", "afmoe", "minimax")
-SIGMOID = 2
-_INNER = "linear_inner_size"  # of all heads of values
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-# a family's entries beside the sizes -> transformers' names of the settings
-_OTHERS = {
-    **{"granite": _SCALES, "granitemoehybrid": _SCALES, "granitemoe": _SCALES | _LOCAL},
-    **{"mixtral": _LOCAL, "olmoe": _EXPERTS, "qwen3_moe": _EXPERTS | _OWN_WIDTH},
-    **{"qwen2_moe": _EXPERTS | _OWN_WIDTH | _SHARED_WIDTH},
-    "gpt_oss": {**_LOCAL, "expert_feed_forward_length": "intermediate_size"},
-    "gemma2": dict(zip(_CAPS, _CAPS, strict=True)),
-    **{"cohere": {"logit_scale": "logit_scale"}, "cohere2": {"logit_scale": "logit_scale"}},
-    "lfm2": {"shortconv.l_cache": "conv_L_cache"},
-    "gemma4_text": gguf_gemma4.ENTRIES,
-    **dict.fromkeys(("glm4_moe", "solar_open", "dots1"), _SHARING),
-    "afmoe": {
-        **_EXPERTS,
-        **_OWN_WIDTH,
-        **{"expert_shared_count": "num_shared_experts", "expert_weights_scale": "route_scale"},
-        **{"leading_dense_block_count": "num_dense_layers", "expert_weights_norm": "route_norm"},
-    },
-    "minimax": {**_LOCAL, "expert_feed_forward_length": "intermediate_size"},
-    "gpt_neox": {"use_parallel_residual": "use_parallel_residual"},
-    "minicpm3": {f"attention.{rank}": rank for rank in ("q_lora_rank", "kv_lora_rank")},
-    "qwen3_5": {
-        **{"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim"},
-        **{"ssm.group_count": "linear_num_key_heads", "ssm.inner_size": _INNER},
-        "ssm.time_step_rank": "linear_num_value_heads",
-        "full_attention_interval": "full_attention_interval",
-    },
-}
-# the epsilon of a family's norms, where it is not `rms_norm_eps`: with a mean, and without
-_LAYER_NORMS = {
-    **dict.fromkeys(("cohere", "cohere2", "phi", "stablelm", "gpt_neox"), "layer_norm_eps"),
-    **dict.fromkeys(("gpt2", "gpt_bigcode"), "layer_norm_epsilon"),
-    **{"starcoder2": "norm_epsilon", "nemotron": "norm_eps"},
-}
-_RMS_NORMS = {"lfm2": "norm_eps", "exaone": "layer_norm_epsilon"}
-# entries for the scaling of positions -> transformers' names inside of it
-OF_SCALING = {
-    "ministral3": {
-        "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
-        "attention.temperature_scale": "llama_4_scaling_beta",
-    }
-}
-# transformers' names of what every file has -> the entries
-_SIZES = {
-    **{"num_hidden_layers": "block_count", "hidden_size": "embedding_length"},
-    **{"intermediate_size": "feed_forward_length", "head_dim": "attention.key_length"},
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "max_position_embeddings": "context_length",
-    "rope_theta": "rope.freq_base",
-    "partial_rotary_factor": "rope.dimension_count",
-}
 # whether the weights of a token's experts are divided by their sum, of which files say nothing
 _NORMED = {"qwen3_moe": True, "qwen2_moe": False, "olmoe": False}
 # a setting -> the layers of which one has a bias where it is on
@@ -134,24 +64,6 @@ WINDOWED["gemma4_text"] = (0, LISTED)
 # MiniCPM 3's scales, which llama.cpp has as constants
 _CONSTANTS = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
 _EXAONE_32B_LAYERS = 64  # the one size that has them
-
-
-def entries_of(family: str) -> dict[str, str]:
-    """A family's entries for numbers beside the sizes, with transformers' names of these."""
-    rms = "attention.layer_norm_rms_epsilon", _RMS_NORMS.get(family, "rms_norm_eps")
-    with_mean = "attention.layer_norm_epsilon", _LAYER_NORMS.get(family, "")
-    return {**_OTHERS.get(family, {}), **dict([with_mean if family in _LAYER_NORMS else rms])}
-
-
-def as_in_file(problem: BundleError, family: str, arch: str) -> BundleError:
-    """The error to raise for one about a configuration, with the entries of what it names."""
-    names = {**_SIZES, **{name: key for key, name in entries_of(family).items()}}
-    said = []
-    for name, key in names.items():
-        words = name.removeprefix("num_").replace("_", "[_ ]")  # as some messages have the names
-        if re.search(rf"(?<![\w/])(num_)?{words}(?![\w/])", str(problem)):
-            said.append(f"{name} is {arch}.{key}")
-    return BundleError(f"{problem} (in the file {', '.join(said)})") if said else problem
 
 
 class Described(Protocol):
@@ -194,7 +106,7 @@ def as_stated(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
         stated.pop(_SHARED, None)
     if "linear_value_head_dim" in stated:
         heads = stated["linear_num_value_heads"]
-        stated[_INNER] = stated["linear_value_head_dim"] * heads
+        stated[INNER] = stated["linear_value_head_dim"] * heads
     if family == "minicpm3":
         del stated["head_dim"]  # transformers' name of the part of it that turns
     if nested := stated.pop("rope_parameters", None):
@@ -328,7 +240,7 @@ def _config(entries: _Metadata) -> dict[str, Any]:
         for key in ("rope_theta", "rope_local_base_freq", "rope_scaling"):
             del config[key]
     if family == "qwen3_5":
-        config["linear_value_head_dim"] = config.pop(_INNER) // config["linear_num_value_heads"]
+        config["linear_value_head_dim"] = config.pop(INNER) // config["linear_num_value_heads"]
         if (keys := config["linear_num_key_heads"]) < 1:
             raise entries.refusal("ssm.group_count", keys, "it must be a positive integer")
     if family == "minicpm3":

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from export.sources.gguf_config import BY_SIGMOID, OF_SCALING, entries_of
+from export.sources.gguf_entries import BY_SIGMOID, OF_SCALING, entries_of
 from export.sources.gguf_names import AS_METADATA
 from runtime.adapters.fused import IN_GGUF
 from runtime.core.errors import BundleError

@@ -37,7 +37,7 @@ from runtime.config.methods import USUAL
 from runtime.core.units import format_number
 from runtime.machine.glibc import LONG_VALUE_BYTES
 from runtime.machine.machine import Heap, Machine
-from runtime.plan.block_peaks import wider_bytes
+from runtime.plan.allocator import wider_bytes
 from runtime.plan.lower import lower
 from runtime.plan.plan import Plan
 

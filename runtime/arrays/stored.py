@@ -77,21 +77,13 @@ class Matrix(Record, frozen=True):
     def part(self, number: int, of: int) -> Matrix:
         """Matrix `number` of the `of` equal ones that are stacked in this one by rows."""
 
-        def cut(extent: Extent | None) -> Extent | None:
-            if extent is None:
-                return None
+        def cut(extent: Extent) -> Extent:
             nbytes, shape = extent.nbytes // of, (extent.shape[0] // of, *extent.shape[1:])
             return Extent(extent.offset + number * nbytes, nbytes, extent.dtype, shape)
 
-        packed = cut(self.packed)
-        assert packed is not None
-        return msgspec.structs.replace(
-            self,
-            rows=self.rows // of,
-            packed=packed,
-            scales=cut(self.scales),
-            biases=cut(self.biases),
-        )
+        names = ("packed", "scales", "biases")
+        parts = {name: cut(extent) for name, extent in zip(names, self.extents, strict=False)}
+        return msgspec.structs.replace(self, rows=self.rows // of, **parts)
 
     @property
     def groups(self) -> int:

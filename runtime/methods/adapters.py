@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -112,16 +112,12 @@ class Adapters:
 
     def save(self, folder: Path) -> None:
         """Write both files into an existing folder, each atomically."""
-        with replacing(folder / WEIGHTS) as file:
-            self._write(file)
-        write_atomic(folder / CONFIG, json.dumps(self.config(), indent=1).encode())
-
-    def _write(self, file: IO[bytes]) -> None:
-        """Write a safetensors file tensor by tensor; the library would hold all in memory."""
         tensors = {name: ("F32", shape) for name, shape in self.shapes(self.manifest).items()}
-        file.write(safetensors_header(tensors, {"format": "mlx"}))
-        for name in tensors:
-            file.write(np.array(self.tensors[name], copy=False).tobytes())
+        with replacing(folder / WEIGHTS) as file:  # safetensors would hold all in memory
+            file.write(safetensors_header(tensors, {"format": "mlx"}))
+            for name in tensors:
+                file.write(np.array(self.tensors[name], copy=False).tobytes())
+        write_atomic(folder / CONFIG, json.dumps(self.config(), indent=1).encode())
 
     @classmethod
     def applied(cls, manifest: Manifest, path: Path | None) -> Adapters:

@@ -116,7 +116,7 @@ def rebuild(
             f"the trajectory starts from other adapters (SHA-256 {header.initial_sha256[:12]}) "
             f"than these ({sha256[:12]}); name the ones it started from with --initial"
         )
-    noise = Noise.of_log(header.seed, header.noise, fields)
+    noise = Noise.of_log(header)
     descent = descent_in(fields).of_log(fields, manifest)
     tensors = dict(initial.tensors)
     trained = trained_in(fields, tensors)

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from runtime.config.zeroth_order import MOST_POOL
-from runtime.methods.log_header import Part
+from runtime.methods.log_header import Header, Part
 
 
 def number_of(*parts: int | str) -> int:
@@ -42,9 +42,9 @@ class Noise(Part):
     log_fields = ("pool",)
 
     @classmethod
-    def of_log(cls, seed: int, kind: str, fields: Mapping[str, Any]) -> Noise:
+    def of_log(cls, header: Header) -> Noise:
         """The noise that a log's header describes."""
-        return cls(seed, kind, fields.get("pool", 0))
+        return cls(header.seed, header.noise, header.more.get("pool", 0))
 
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any]) -> None:

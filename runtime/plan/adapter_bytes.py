@@ -23,7 +23,7 @@ class AdapterBytes:
     @cached_property
     def all(self) -> int:
         """Bytes of the float32 adapters of all blocks."""
-        own = {lowered.alike: self._own_bytes(lowered) for lowered in self.lowered.distinct}
+        own = {lowered.alike: self.of(lowered.block) for lowered in self.lowered.distinct}
         return sum(own[lowered.alike] for lowered in self.lowered.blocks)
 
     @cached_property
@@ -111,10 +111,7 @@ class AdapterBytes:
 
     @cached_property
     def _most(self) -> int:
-        return max(map(self._own_bytes, self.lowered.distinct_layers))
-
-    def _own_bytes(self, lowered: LoweredBlock) -> int:
-        return self.of(lowered.block)
+        return max(self.of(lowered.block) for lowered in self.lowered.distinct_layers)
 
     def of(self, block: Block) -> int:
         """Bytes of the float32 adapters of one block."""

@@ -25,7 +25,6 @@ from runtime.plan.demand import Demand
 from runtime.plan.lower import LoweredBlock, LoweredModel, way_of
 from runtime.storage.background import QUEUED
 
-BESIDE_FORWARD = 0.25  # hidden states; without tiles, the heap of MeZO was seen to have unused
 ARRAY_BYTES = 640  # of the objects of MLX and Python that hold a value of a further row
 SLOT_BYTES = 1 << 15  # by which a layer's slot is larger than its weights, at most
 STREAMED_BYTES = 1 << 20  # of a tile that is updated although no product reads it
@@ -400,7 +399,7 @@ class PeakModel:
         )
         return max(self.lowered.bucket, *rows)
 
-    # Values, for models of an allocator.
+    # Values.
 
     @cached_property
     def largest_whole_value(self) -> int:
@@ -413,61 +412,6 @@ class PeakModel:
         )
 
     @property
-    def wider_bytes(self) -> int:
-        """Bytes that the largest value takes more than hidden states."""
-        return wider_bytes(self.manifest, self.lowered.bucket, self.largest_whole_value)
-
-    @cached_property
-    def largest_logits_bytes(self) -> int:
-        """Bytes of the logits of one row over a chunk of the vocabulary."""
-        heads = (block.head for block in self.lowered.blocks if block.head is not None)
-        return max((head.streamed(self.execution)[0] for head in heads), default=0)
-
-    @cached_property
-    def hole_bytes(self) -> int:
-        """The most unused bytes of a heap that an operation leaves by arrays of many sizes.
-
-        Where shared keys go along with hidden states, the gradient of a block's output leaves one
-        too: it waits while values are recomputed. The input does not, since it is taken apart at
-        once, and the parts lie where it was.
-        """
-        lanes, tokens = self.demand.lanes[-1], self.lowered.bucket
-        further = self.manifest.widest - self.manifest.hidden_size
-        return (
-            self._hole_of_ends
-            + (tokens * further * F32 if self.demand.backward else 0)
-            + max(
-                operation.hole_bytes(
-                    Call(False, (), lanes, tokens, layer.program.values, layer.block.tensor),
-                    self.execution,
-                )
-                for layer in self.lowered.distinct_layers
-                for operation in layer.program.operations
-            )
-        )
-
-    @property
-    def beside_forward_bytes(self) -> int:
-        """Unused bytes of a heap that holds hidden states of forwards alone, and no tiles."""
-        alone = self.execution.compiled and not self.demand.backward
-        return int(BESIDE_FORWARD * alone * self.lowered.bucket * self.manifest.hidden_size) * F32
-
-    @property
-    def _hole_of_ends(self) -> int:
-        """Unused bytes because a tied head's gradient stays where the head's arrays lay.
-
-        Unless those above it left enough room, the embedding's adapter, which is as large, finds
-        none.
-        """
-        waiting = self.adapters.waiting
-        if not waiting:
-            return 0
-        of_head = self.forward(len(self.lowered.blocks) - 1, self.demand.lanes[-1])
-        if self.demand.holds_gradients:  # those of earlier micro-batches too: half was seen
-            return max(0, min(waiting // 2, 3 * waiting - of_head))
-        return max(0, 2 * waiting - of_head)
-
-    @property
     def mapped_value(self) -> int:
         """Bytes of the largest value that may be mapped outside the heap; 0 if no MLP is sliced.
 
@@ -475,38 +419,10 @@ class PeakModel:
         """
         return self.largest_whole_value if self.lowered.slice_columns else 0
 
-    def off_heap(self, index: int) -> tuple[int, int, int]:
-        """Bytes that may lie outside the heap: the largest tile, the logits, a whole head chunk."""
-        head = self.lowered.blocks[index].head
-        logits, chunk = (0, 0) if head is None else head.streamed(self.execution)
-        return self._tile_at_peak, logits, chunk
-
-    @cached_property
-    def _tile_at_peak(self) -> int:
-        """Bytes of the largest tile; where MLPs are sliced backward, of one of theirs."""
-        execution = self.execution
-        if not (self.demand.backward and execution.slice_columns):
-            return self.largest_tile_bytes
-        return max(
-            execution.dequantizing_bytes(
-                execution.tables.matrices[name], math.prod(execution.tile_shape(name, True))
-            )
-            for name in execution.slice_columns
-        )
-
     @cached_property
     def largest_tile_bytes(self) -> int:
         """The most bytes that any matrix's tile takes while it is dequantized."""
         return self.execution.largest_tile_bytes()
-
-
-def wider_bytes(manifest: Manifest, tokens: int, value_bytes: int) -> int:
-    """Bytes that a value takes more than the hidden states of so many tokens, at most two of these.
-
-    Wider ones were seen to leave no larger holes.
-    """
-    hidden = tokens * manifest.hidden_size * F32
-    return min(max(0, value_bytes - hidden), 2 * hidden)
 
 
 def _sizes(program: Program, call: Call) -> Callable[[str], int]:

@@ -11,8 +11,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, pairwise, product
-from typing import NamedTuple
+from itertools import accumulate, chain, pairwise, product
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -108,13 +108,13 @@ class Planner:
         spends = task.request.keeps
         for level in levels:
             for lanes in task.demand.lanes:
-                spare = int(MARGIN * budget_bytes) - self._peak(task, level, lanes).nbytes
-                if spare < 0 or self._fewest_seconds(task, level, lanes, spends) >= least:
+                fits = self._peak(task, level, lanes).nbytes <= int(MARGIN * budget_bytes)
+                if not fits or self._fewest_seconds(task, level, lanes, spends) >= least:
                     continue
                 plan = self.predict(task, level, budget_bytes, smallest, lanes)
                 on_cpu = self.machine.device == "cpu"
                 if spends and (on_cpu or level is levels[0]):
-                    plan = self._with_spare(task, level, lanes, plan, spare)
+                    plan = self._with_spare(task, level, lanes, plan)
                 if not on_cpu:
                     return plan
                 now = self.seconds(task, plan, lanes)
@@ -176,7 +176,6 @@ class Planner:
             cache_bytes=held.cache_bytes,
             mapped_value_bytes=model.mapped_value,
             value_bytes=model.largest_whole_value,
-            scratch_disk_bytes=_scratch_bytes(self.manifest, task, model, 0),
             bucket=task.request.bucket,
             rows=task.request.rows,
             accumulation=task.request.accumulation,
@@ -193,7 +192,7 @@ class Planner:
             evaluation_lanes=evaluation_lanes,
             kept_layers=0,
             kept_bytes=0,
-            stored_values=_stored_values(task, model, 0),
+            **_stored(task, model, 0),
             materialized_layers=0,
             materialized_bytes=0,
             blocks=peak.blocks,
@@ -255,8 +254,7 @@ class Planner:
         kept = [min(kept[: way + 1]) for way in range(len(kept))]
         loads = self._loads_weights(model)
         materialized = min(plan.materialized_layers, layers) if loads else 0
-        passed = task.request.context > 0 or self.machine.packed
-        head = plan.materialized_head and passed and materialized == layers
+        head = plan.materialized_head and self._passes_head(task) and materialized == layers
         return self._with(task, level, made, kept, materialized, head)
 
     def model(self, task: Task, sizes: Sizes) -> PeakModel:
@@ -320,10 +318,9 @@ class Planner:
         if not self._operations(task):
             return None
         plan = self.predict(task, BLOCK, budget_bytes, smallest, task.demand.lanes[0])
-        spare = int(MARGIN * budget_bytes) - plan.predicted_peak_bytes
-        if spare < 0:
+        if plan.predicted_peak_bytes > int(MARGIN * budget_bytes):
             return None
-        generous = self._with_spare(task, BLOCK, task.demand.lanes[0], plan, spare)
+        generous = self._with_spare(task, BLOCK, task.demand.lanes[0], plan)
         all_kept = generous.kept_layers == len(self.manifest.layers)
         return generous if all_kept or not task.demand.backward else None
 
@@ -372,27 +369,24 @@ class Planner:
             if level.slice_values in (0, NARROW[-1])
         )
 
-    def _with_spare(self, task: Task, sizes: Sizes, lanes: int, plan: Plan, spare: int) -> Plan:
+    def _with_spare(self, task: Task, sizes: Sizes, lanes: int, plan: Plan) -> Plan:
         """Spend the rest of the budget on kept activations, then on dequantized weights."""
-        layers = range(1, len(self.manifest.blocks) - 1)
-        model = self.model(task, sizes)
+        spare = int(MARGIN * plan.budget_bytes) - plan.predicted_peak_bytes
+        model, layers = self.model(task, sizes), len(self.manifest.layers)
         steps = self._steps(task, sizes, lanes)
         fits = bisect_right(steps, spare, key=lambda kept: self._kept_bytes(model, plan, kept))
         kept = steps[fits - 1]
-        materialized = materialized_bytes = 0
         spare -= self._kept_bytes(model, plan, kept)
-        head = False
+        stay = 0  # of the layers, and then the head
         if fits == len(steps) and self._loads_weights(model) and not sizes.in_place:
-            for index in layers:
-                more = materialized_bytes + model.materialized_bytes(index)
-                if more > spare:
-                    break
-                materialized, materialized_bytes = materialized + 1, more
-            # each token passes over the head, and each step on a GPU
-            if (task.request.context or self.machine.packed) and materialized == len(layers):
-                more = materialized_bytes + model.materialized_bytes(len(layers) + 1)
-                head = more <= spare
-        return self._with(task, sizes, plan, kept, materialized, head)
+            most = layers + self._passes_head(task)
+            sums = accumulate(map(model.materialized_bytes, range(1, most + 1)))
+            stay = bisect_right([*sums], spare)
+        return self._with(task, sizes, plan, kept, min(stay, layers), stay > layers)
+
+    def _passes_head(self, task: Task) -> bool:
+        """Whether the head is read so often that it may stay: for each token, or step on a GPU."""
+        return task.request.context > 0 or self.machine.packed
 
     @remembered
     def _steps(self, task: Task, sizes: Sizes, lanes: int) -> list[tuple[int, ...]]:
@@ -452,8 +446,7 @@ class Planner:
             kept_layers=counts[0],
             kept_products=counts[1],
             kept_mlps=counts[2],
-            stored_values=_stored_values(task, model, counts[0]),
-            scratch_disk_bytes=_scratch_bytes(self.manifest, task, model, counts[0]),
+            **_stored(task, model, counts[0]),
             kept_bytes=kept_bytes,
             materialized_layers=materialized,
             materialized_bytes=materialized_bytes,
@@ -519,10 +512,15 @@ def _free_lanes(task: Task, model: PeakModel, lanes: int, held: Held) -> tuple[i
     return lanes, evaluation_lanes
 
 
-def _stored_values(task: Task, model: PeakModel, kept: int) -> int:
-    """How many values of layers a file holds for their backward; `kept` layers need no file."""
+def _stored(task: Task, model: PeakModel, kept: int) -> dict[str, Any]:
+    """How many values of layers a file holds for their backward, and the bytes of all such files.
+
+    The last `kept` layers have theirs in memory.
+    """
     each = model.lowered.stored_values if task.demand.backward else 0
-    return each * (len(model.lowered.layers) - kept)
+    values = each * (len(model.lowered.layers) - kept)
+    files = scratch_files(model.manifest, task, values, model.adapters.all)
+    return {"stored_values": values, "scratch_disk_bytes": sum(files.values())}
 
 
 def _worth(savings: Sequence[tuple[float, int]]) -> list[int]:
@@ -539,9 +537,3 @@ def _worth(savings: Sequence[tuple[float, int]]) -> list[int]:
             saved, nbytes = saved + others, nbytes + more
         groups.append((way, saved, nbytes))
     return [way for way, saved, _ in groups if saved > 0]
-
-
-def _scratch_bytes(manifest: Manifest, task: Task, model: PeakModel, kept: int) -> int:
-    """Bytes of a run's scratch files; the last `kept` layers keep activations in memory."""
-    stored = _stored_values(task, model, kept)
-    return sum(scratch_files(manifest, task, stored, model.adapters.all).values())

@@ -376,11 +376,6 @@ class RunFolder:
         except ValueError as problem:
             raise BundleError(f"{path} is damaged: {problem}") from None
 
-    def check_tokens(self) -> None:
-        """Compare the tokens that are there with their checksums. Raises BundleError."""
-        for name in self.token_files:
-            self.check(name)
-
     @property
     def token_files(self) -> list[str]:
         """The files of tokens that are there."""

@@ -20,7 +20,7 @@ from runtime.config.base import flag
 from runtime.config.lora import SETTINGS, option_of
 from runtime.config.shared import USUAL_PREFIX, StepConfig
 from runtime.core.errors import UsageError
-from runtime.core.notes import Note, warning
+from runtime.core.notes import Note, silent, warning
 from runtime.methods.adapters import lora_of
 from runtime.methods.base_weights import check_base_weights
 from runtime.storage.saves import unfinished
@@ -28,7 +28,7 @@ from runtime.storage.saves import unfinished
 C = TypeVar("C", bound=StepConfig)
 
 
-def to_train(config: C, bundle: Bundle, note: Note | None = None) -> tuple[C, Bundle]:
+def to_train(config: C, bundle: Bundle, note: Note = silent) -> tuple[C, Bundle]:
     """The configuration with all LoRA options filled in, and the bundle with these settings.
 
     Other options come from the adapter to start from, else from the bundle's default. Where
@@ -57,7 +57,7 @@ def to_train(config: C, bundle: Bundle, note: Note | None = None) -> tuple[C, Bu
     lora = _checked(_with_given(config, adapter or manifest.lora), manifest)
     if adapter is not None:
         _check_adapter(config, manifest, adapter, lora)
-    elif config.adapter is not None and config.lora_alpha is None and note is not None:
+    elif config.adapter is not None and config.lora_alpha is None:
         note(_without_configuration(config.adapter, lora, "--lora-alpha gives another"))
     return _filled(config, lora), bundle.with_lora(lora)
 
@@ -122,7 +122,7 @@ def _without_adapters(config: StepConfig, bundle: Bundle) -> Bundle:
     return bundle.with_lora(msgspec.structs.replace(manifest.lora, targets=()))
 
 
-def to_apply(adapter: Path | None, bundle: Bundle, note: Note | None = None) -> Bundle:
+def to_apply(adapter: Path | None, bundle: Bundle, note: Note = silent) -> Bundle:
     """The bundle with the settings of an adapter, or without any adapters.
 
     An adapter whose folder holds no configuration has the bundle's default. `note` is told so, and
@@ -139,14 +139,13 @@ def to_apply(adapter: Path | None, bundle: Bundle, note: Note | None = None) -> 
     check_base_weights(adapter, bundle)
     if lora is None:
         lora = bundle.manifest.lora
-        if note is not None:
-            note(_without_configuration(str(adapter), lora))
+        note(_without_configuration(str(adapter), lora))
     _refuse_borrowed(lora, bundle.manifest)
     return bundle.with_lora(lora)
 
 
-def _say_unfinished(adapter: str | Path | None, note: Note | None) -> None:
-    if adapter is not None and note is not None and (text := unfinished(Path(adapter))):
+def _say_unfinished(adapter: str | Path | None, note: Note) -> None:
+    if adapter is not None and (text := unfinished(Path(adapter))):
         note(text)
 
 

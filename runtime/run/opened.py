@@ -57,42 +57,30 @@ class Opened:
     events: Events
 
     def state(self, state: State | None) -> tuple[Adapters, Method]:
-        """The adapters and the method of a save, or before the first step without one."""
-        return self.first_state() if state is None else self._saved_state(state)
+        """The adapters and the method of a save, or before the first step without one.
 
-    def first_state(self) -> tuple[Adapters, Method]:
-        """The adapters and the method before the first step; begins the logs."""
-        adapters = self._first_adapters()
-        running = self._method(adapters)
-        self.folder.start_logs(running.log_header() if running.keeps_log else None)
-        self.team.compare("the first adapters", adapters.digest())
-        return adapters, running
-
-    def _saved_state(self, state: State) -> tuple[Adapters, Method]:
-        """The adapters and the method of a save; goes on with its logs."""
+        The logs go on after the save, or begin.
+        """
         folder = self.folder
-        save, manifest = folder.saves.place(state.step), self.session.bundle.manifest
-        if self.config.trains_all:
-            adapters = self._first_adapters()
+        save = None if state is None else folder.saves.place(state.step)
+        adapters = self._adapters(None if self.config.trains_all else save)
+        running = self._method(adapters, fresh=state is None)
+        if state is None or save is None:
+            folder.start_logs(running.log_header() if running.keeps_log else None)
         else:
-            adapters = Adapters.load(manifest, save, self._scratch_tensors())
-        running = self._method(adapters, fresh=False)
-        running.read(save / STATE_OF_METHOD)
-        folder.go_on_with_logs(state, running.keeps_log)
-        folder.publish(state.step)  # a kill may have come between the save and this copy of it
-        self.team.compare("the saved adapters", adapters.digest())
+            running.read(save / STATE_OF_METHOD)
+            folder.go_on_with_logs(state, running.keeps_log)
+            folder.publish(state.step)  # a kill may have come between the save and this copy of it
+        which = "first" if state is None else "saved"
+        self.team.compare(f"the {which} adapters", adapters.digest())
         return adapters, running
 
-    def _scratch_tensors(self) -> MappedTensors:
-        shapes = Adapters.shapes(self.session.bundle.manifest)
-        return MappedTensors(self.folder.path, "adapters", shapes)
-
-    def _first_adapters(self) -> Adapters:
-        """The first adapters of a training: those in a file or run, or new ones."""
+    def _adapters(self, save: Path | None) -> Adapters:
+        """Those of a save; without one the first: those in a file or run, or new ones."""
         config, manifest = self.config, self.session.bundle.manifest
-        tensors = self._scratch_tensors()
-        if config.adapter is not None:
-            return Adapters.load(manifest, Path(config.adapter), tensors)
+        tensors = MappedTensors(self.folder.path, "adapters", Adapters.shapes(manifest))
+        if (path := save or config.adapter) is not None:
+            return Adapters.load(manifest, Path(path), tensors)
         adapters = Adapters.initial(manifest, config.seed, tensors)
         if config.trains_prefix:
             from runtime.methods.first_prefix import fill_prefix  # other runs need it not
@@ -101,7 +89,7 @@ class Opened:
             self.folder.write_initial(adapters)
         return adapters
 
-    def _method(self, adapters: Adapters, fresh: bool = True) -> Method:
+    def _method(self, adapters: Adapters, fresh: bool) -> Method:
         session = self.session
         begin = Start(
             session.model,

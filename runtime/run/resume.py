@@ -109,7 +109,8 @@ def _continue(
     chosen = _plan_again(config, bundle, folder, events, team.size)
     events.announce(chosen)
     rows = open_run_rows(config, bundle, folder.path, events.evaluation)
-    folder.check_tokens()
+    for name in folder.token_files:
+        folder.check(name)
     samples = Samples.of(config, bundle.manifest, rows.train)
     config = settled(config, samples, silent if config.steps == before.steps else events.note)
     if config.all_steps < progress.done:
@@ -133,9 +134,8 @@ def _continue(
     if state is not None and (others := state.other_arithmetic(arithmetic())):
         events.note(warning(f"the last bits may differ from those of an unbroken run: {others}"))
     opened = Opened(config, folder, session, samples, rows, team, meter, events)
-    adapters, running = opened.state(state)
+    trainer = Trainer(opened, state, progress)
     invite(opened)
-    trainer = Trainer(opened, adapters, running, progress)
     if trainer.ended:
         _say_ended(trainer, before, events)
     folder.write_plan(chosen)

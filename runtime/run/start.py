@@ -40,7 +40,7 @@ from runtime.storage.saves import CONFIG
 
 
 def plan_training(
-    config: StepConfig, bundle: Bundle, machine: Machine | None = None, note: Note | None = None
+    config: StepConfig, bundle: Bundle, machine: Machine | None = None, note: Note = silent
 ) -> Plan:
     """The plan for this configuration of training, on a machine (default: this machine).
 
@@ -51,7 +51,7 @@ def plan_training(
         UsageError: rows are longer than the bundle has graphs for, the machine cannot be read, or
             the LoRA settings do not fit the model or the adapter to start from.
     """
-    return _plan(*to_train(config, bundle, note), machine, note=note or silent)
+    return _plan(*to_train(config, bundle, note), machine, note=note)
 
 
 def _plan(
@@ -161,7 +161,7 @@ def _begin(
     weights = weights_of(fixed, bundle, chosen, folder, 0)
     session = open_session(bundle, chosen, weights, events.note)
     opened = Opened(fixed, folder, session, samples, rows, team, meter, events)
-    adapters, running = opened.first_state()
+    trainer = Trainer(opened, None, Progress())
     invite(opened)
     folder.write_plan(chosen)
     folder.write(CONFIG, to_toml(fixed).encode())
@@ -170,7 +170,7 @@ def _begin(
     for text in bundle.manifest.warnings:
         events.note(warning(text))
     events.announce(chosen)
-    return Trainer(opened, adapters, running, Progress()).run()
+    return trainer.run()
 
 
 def _first_plan(config: TrainConfig, bundle: Bundle, team: Team, events: Events) -> Plan:

@@ -28,8 +28,6 @@ from runtime.core.signals import Stop, catching_signals, cause
 from runtime.data.token_rows import Rows
 from runtime.engine.sample import Sample
 from runtime.machine.backend import describe
-from runtime.methods.adapters import Adapters
-from runtime.methods.protocol import Method
 from runtime.parallel.workers import AGREE_STEPS
 from runtime.run.budget import passed_budget
 from runtime.run.ending import FOUND_BY_EVALUATION, ended
@@ -47,7 +45,7 @@ from runtime.run.results import (
     read_steps,
 )
 from runtime.run.schedule import epochs_of, learning_rate
-from runtime.storage.saves import CONFIG, SLOTS, SUMMARY
+from runtime.storage.saves import CONFIG, SLOTS, SUMMARY, State
 
 PACED = 4  # steps by which the workers' speeds are measured; the first does not count
 SKIPS = 10  # steps in a row without a finite loss that end a run
@@ -56,15 +54,9 @@ SKIPS = 10  # steps in a row without a finite loss that end a run
 class Trainer:
     """The training loop of one run."""
 
-    def __init__(
-        self,
-        opened: Opened,
-        adapters: Adapters,
-        method: Method,
-        before: Progress,
-    ) -> None:
+    def __init__(self, opened: Opened, state: State | None, before: Progress) -> None:
         self.config, self.folder, self.session = opened.config, opened.folder, opened.session
-        self.adapters, self.method = adapters, method
+        self.adapters, self.method = opened.state(state)
         self.samples, self.rows = opened.samples, opened.rows
         self.eval_rows = opened.rows.valid
         self.events, self.meter, self.team = opened.events, opened.meter, opened.team

@@ -87,7 +87,7 @@ def worker(path: Path, own: Mapping[str, Any], team: Team) -> Iterator[Trainer]:
             weights = weights_of(config, bundle, chosen, folder, progress.done)
             session = open_session(bundle, chosen, weights)
             opened = Opened(config, folder, session, samples, rows, team, meter, Events())
-            yield Trainer(opened, *opened.state(state), progress)
+            yield Trainer(opened, state, progress)
 
 
 def invite(opened: Opened) -> None:

@@ -62,15 +62,12 @@ class MappedTensors(MutableMapping[str, mx.array]):
         self._map = map_scratch(folder, name, max(1, self.nbytes))
 
     def __getitem__(self, tensor: str) -> mx.array:
-        value = mx.array(self._view(tensor))
-        self._drop(tensor)
-        return value
+        return self.part(tensor, slice(None))
 
     def __setitem__(self, tensor: str, value: mx.array) -> None:
         if value.shape != self._shapes[tensor] or value.dtype != mx.float32:
             raise ValueError(f"{tensor}: {value.shape} {value.dtype}, not {self._shapes[tensor]}")
-        self._view(tensor)[:] = np.array(value, copy=False)
-        self._drop(tensor)
+        self.put_part(tensor, slice(None), value)
 
     def part(self, tensor: str, rows: slice) -> mx.array:
         """A copy of some rows of a tensor."""

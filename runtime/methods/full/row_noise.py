@@ -23,6 +23,7 @@ from runtime.methods.noise import Noise, number_of
 
 NOISE_VALUES = 1 << 17  # of a tile of noise, unless one row is longer
 F32 = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.int64]
 
 
 def rows_of_noise(columns: int) -> int:
@@ -107,29 +108,20 @@ class RowNoise:
                 whole = self._whole(step, query, tensor, tile, columns)
                 target[...] = whole[first - top : last - top]
 
-    def draw_rows(
-        self, step: int, query: int, tensor: str, chosen: npt.NDArray[np.int64], out: F32
-    ) -> None:
+    def draw_rows(self, step: int, query: int, tensor: str, chosen: Indices, out: F32) -> None:
         """Fill `out` (N, C) with z of the chosen rows (N,) of `tensor`."""
-        height = rows_of_noise(out.shape[1])
-        tiles = chosen // height
-        for tile in np.unique(tiles).tolist():
-            whole = self._whole(step, query, tensor, tile, out.shape[1])
-            here = np.flatnonzero(tiles == tile)
-            out[here] = whole[chosen[here] - tile * height]
+        for tile, here, rows in _tiles_of(chosen, out.shape[1]):
+            out[here] = self._whole(step, query, tensor, tile, out.shape[1])[rows]
 
     def integers(
-        self, step: int, tensor: str, chosen: npt.NDArray[np.int64], columns: int
+        self, step: int, tensor: str, chosen: Indices, columns: int
     ) -> npt.NDArray[np.uint16]:
         """Random integers (N, C), uniform, by which the chosen rows (N,) are rounded."""
-        height = rows_of_noise(columns)
-        tiles = chosen // height
         integers = np.empty((len(chosen), columns), np.uint16)
-        for tile in np.unique(tiles).tolist():
+        for tile, here, rows in _tiles_of(chosen, columns):
             key = number_of(self.of.seed, "rounding", step, 0, tensor, tile)
-            bits = _bits(key, 2 * height * columns)
-            here = np.flatnonzero(tiles == tile)
-            integers[here] = bits.view("<u2").reshape(height, columns)[chosen[here] - tile * height]
+            bits = _bits(key, 2 * rows_of_noise(columns) * columns)
+            integers[here] = bits.view("<u2").reshape(-1, columns)[rows]
         return integers
 
     def _whole(self, step: int, query: int, tensor: str, tile: int, columns: int) -> F32:
@@ -146,6 +138,14 @@ class RowNoise:
         if self.of.pool:
             drawn = ("pool", 0, self.of.member(step, query))
         DRAWS[self.of.kind](number_of(self.of.seed, *drawn, tensor, tile), out)
+
+
+def _tiles_of(chosen: Indices, columns: int) -> Iterator[tuple[int, Indices, Indices]]:
+    """The tiles of noise that chosen rows (N,) lie in, each with their numbers, and rows in it."""
+    tiles, rows = np.divmod(chosen, rows_of_noise(columns))
+    for tile in np.unique(tiles).tolist():
+        here = np.flatnonzero(tiles == tile)
+        yield tile, here, rows[here]
 
 
 def _tiles(start: int, rows: int, columns: int) -> Iterator[tuple[int, int, int]]:

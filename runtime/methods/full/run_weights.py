@@ -54,11 +54,7 @@ def open_weights(
         BundleError: the log is damaged, or the slots cannot be read.
         StorageError: the disk has no room for the slots.
     """
-    noise = Noise(config.seed, config.noise_kind)  # a new run's method replaces it
-    updates: list[Update | None] = []
-    if done:
-        header, updates = read_log(run / TRAJECTORY)
-        noise = Noise.of_log(config.seed, config.noise_kind, header.more)
+    updates = read_log(run / TRAJECTORY)[1] if done else []
     manifest = bundle.manifest
     settings = (manifest.weights_sha256, config.seed, config.noise_kind)
     identity = hashlib.sha256(json.dumps(settings).encode()).digest()
@@ -70,7 +66,7 @@ def open_weights(
         manifest,
         base,
         slots,
-        RowNoise(noise),
+        RowNoise(Noise(config.seed, config.noise_kind, config.pool)),
         done,
         dict(enumerate(updates[:done])),
         ReadAhead(slots.path) if prefetch and base.assembly is None else None,
@@ -99,7 +95,7 @@ def write_trained(
         manifest,
         Weights(bundle),
         None,
-        RowNoise(Noise.of_log(header.seed, header.noise, header.more)),
+        RowNoise(Noise.of_log(header)),
         len(updates),
         dict(enumerate(updates)),
     )

@@ -16,7 +16,6 @@ from runtime.arrays.stored import Block
 from runtime.arrays.values import Loras, Moved
 from runtime.engine.model import Model
 from runtime.engine.sample import Sample
-from runtime.methods.full.row_noise import RowNoise
 from runtime.methods.full.weights import FullWeights, Perturbation
 from runtime.methods.log_header import Header
 from runtime.methods.protocol import StepResult
@@ -34,9 +33,6 @@ class FullZerothOrder(ZerothOrder):
 
     weights: FullWeights = field(kw_only=True)
     _loras: dict[Point, Loras] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.weights.noise = RowNoise(self.noise)
 
     def step(self, number: int, rate: float, parts: Sequence[Sequence[Sample]]) -> StepResult:
         """See `Method.step`."""
@@ -68,14 +64,8 @@ class FullZerothOrder(ZerothOrder):
         self._catch_up(model.blocks[0], model)
         self._visited(model.blocks[0], model)
 
-    def _perturb(
-        self,
-        perturbed: dict[Point, Loras],
-        block: Block,
-        number: int,
-        points: Sequence[Point],
-    ) -> None:
-        perturbed |= {point: self._loras[point] for point in points}
+    def _perturbed(self, block: Block, step: int, points: Sequence[Point]) -> dict[Point, Loras]:
+        return {point: self._loras[point] for point in points}
 
     def _catch_up(self, block: Block, model: Model) -> None:
         with model.profile.span("update"):

@@ -105,14 +105,6 @@ class Update:
         return totals
 
 
-class Seen(NamedTuple):
-    """The objective at some points, and the forward passes that it took."""
-
-    means: Losses
-    forward_passes: int
-    finite: bool  # whether all losses were
-
-
 class Measured(NamedTuple):
     """Numbers that a descent has measured before a step; the step's update holds them as extras."""
 
@@ -125,15 +117,16 @@ class Measured(NamedTuple):
 class Probe:
     """The means by which a descent can measure before a step, on the step's own batch.
 
-    `alone` evaluates the two points of each of some queries, each of which moves one block only.
-    Such queries count from `first`, behind the step's own; `together` fit into one call.
+    `alone` gives the losses at the two points of each of some queries, of which each moves one
+    block only. Such queries count from `first`, behind the step's own; `together` fit into one
+    call.
     """
 
     theta: Mapping[str, mx.array]
     epsilon: float
     first: int
     together: int
-    alone: Callable[[Mapping[int, Block]], Seen]
+    alone: Callable[[Mapping[int, Block]], tuple[Losses, Measured]]
 
 
 class Descent(Part, ABC):
@@ -171,9 +164,9 @@ class Descent(Part, ABC):
         """The direction along which a tensor is perturbed where its noise is z."""
         return z
 
-    @abstractmethod
     def remember(self, update: Update) -> None:
         """Make this the update that `apply` applies."""
+        self._latest = update
 
     @abstractmethod
     def apply(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
@@ -200,9 +193,6 @@ class Sgd(Descent):
     @classmethod
     def of_log(cls, fields: Mapping[str, Any], manifest: Manifest) -> Sgd:
         return cls()
-
-    def remember(self, update: Update) -> None:
-        self._latest = update
 
     def apply(self, noise: Noise, tensors: Tensors) -> dict[str, mx.array]:
         return self._latest.apply(noise, tensors)

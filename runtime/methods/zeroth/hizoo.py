@@ -34,7 +34,7 @@ from runtime.core.errors import DivergedError, UsageError
 from runtime.methods.adapters import Adapters
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Start
-from runtime.methods.zeroth.descent import Descent, Tensors, Update
+from runtime.methods.zeroth.descent import Descent, Tensors
 from runtime.methods.zeroth.estimator import THETA, Losses, Point
 from runtime.methods.zeroth.forward_only import demand_of, start_with
 from runtime.methods.zeroth.mezo import TwoPoint
@@ -85,9 +85,6 @@ class HessianDescent(Descent):
 
     def header(self) -> dict[str, Any]:
         return {"hessian_smoothing": self._smoothing}
-
-    def remember(self, update: Update) -> None:
-        self._latest = update
 
     def direction(self, tensor: str, z: mx.array) -> mx.array:
         """z / sqrt(S), with the S of the latest update that was applied to the tensor."""

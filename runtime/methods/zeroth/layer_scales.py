@@ -88,10 +88,10 @@ class ScaledDescent(Descent):
         passes, finite, size = 0, True, max(1, probe.together)
         for at in range(0, len(self.layers), size):
             group = dict(enumerate(self.layers[at : at + size], start=probe.first + at))
-            seen = probe.alone(group)
+            means, seen = probe.alone(group)
             passes, finite = passes + seen.forward_passes, finite and seen.finite
             for query in group:
-                plus, minus = seen.means[Point(query, PLUS)], seen.means[Point(query, MINUS)]
+                plus, minus = means[Point(query, PLUS)], means[Point(query, MINUS)]
                 norms.append(abs(projected_gradient(plus, minus, probe.epsilon)))
         return Measured(norms, passes, finite)
 
@@ -105,7 +105,7 @@ class ScaledDescent(Descent):
         return z / self._scales[self._index[tensor]]
 
     def remember(self, update: Update) -> None:
-        self._latest = update
+        super().remember(update)
         if update.extras:
             if len(update.extras) != len(self.layers):
                 raise ValueError(f"{len(update.extras)} scales for {len(self.layers)} layers")

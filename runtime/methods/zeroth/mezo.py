@@ -10,8 +10,8 @@ Its other descents are those of `runtime.methods.zeroth.descent` and
 
 KZOO draws its directions uniformly from a pool of K: FedKSeed's finite pool of seeds (arXiv
 2312.06353), with several directions a step as in MeBP's paper (appendix A). Without weight decay,
-theta = theta_0 - sum_j a_j z_j, where a_j adds up rate g_i / n of all steps and directions that
-drew j. FedKSeed-Pro, which draws some seeds more often, is not here.
+theta = theta_0 - sum_j a_j z_j, where a_j adds up rate g_i / n wherever j was drawn. FedKSeed-Pro,
+which draws some seeds more often, is not here.
 
 The references on the whole model are `MonolithicMeZO` and `MonolithicKZOO` of the tests.
 """

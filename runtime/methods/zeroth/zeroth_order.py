@@ -41,7 +41,7 @@ from runtime.methods.adapters import Adapters
 from runtime.methods.log_header import Header
 from runtime.methods.noise import Noise
 from runtime.methods.protocol import Models, StepLoss, StepResult
-from runtime.methods.zeroth.descent import Descent, Measured, Probe, Seen, Sgd, Update
+from runtime.methods.zeroth.descent import Descent, Measured, Probe, Sgd, Update
 from runtime.methods.zeroth.estimator import MINUS, PLUS, Estimator, Lane, Losses, Point, by_query
 from runtime.methods.zeroth.shared_points import Numbers, Place, of_fleet, of_grid
 from runtime.objectives.next_token import NextToken
@@ -168,7 +168,7 @@ class ZerothOrder:
             return Measured()
         self.settle()
 
-        def alone(moved: Mapping[int, Block]) -> Seen:
+        def alone(moved: Mapping[int, Block]) -> tuple[Losses, Measured]:
             lanes = [
                 Lane(Point(query, sign), row)
                 for query in moved
@@ -178,8 +178,7 @@ class ZerothOrder:
             self._only = moved
             losses, means = self._forward(going._replace(lanes=lanes))
             self._only = {}
-            finite = all(map(math.isfinite, losses))
-            return Seen(means, len(lanes), finite)
+            return means, Measured((), len(lanes), all(map(math.isfinite, losses)))
 
         together = max(1, len(self.estimator.points) // 2)
         queries = len(by_query(self.estimator.points))
@@ -239,16 +238,10 @@ class ZerothOrder:
         for query in sorted({lane.point.query for lane in group} - held):
             points = sorted({lane.point for lane in going.lanes if lane.point.query == query})
             with going.model.profile.span("noise"):
-                self._perturb(perturbed, block, going.step, points)
+                perturbed |= self._perturbed(block, going.step, points)
         return [perturbed[lane.point] for lane in group]
 
-    def _perturb(
-        self,
-        perturbed: dict[Point, Loras],
-        block: Block,
-        number: int,
-        points: Sequence[Point],
-    ) -> None:
+    def _perturbed(self, block: Block, step: int, points: Sequence[Point]) -> dict[Point, Loras]:
         """The block's adapters at all points of one query."""
         names = self._names(block)
         theta = {name: self.adapters.tensors[name] for name in names}  # each read copies it
@@ -256,19 +249,20 @@ class ZerothOrder:
         moves = self._only.get(query, owner) == owner
         turned = (lambda _, z: z) if query in self._only else self.descent.direction
         z = {
-            name: turned(name, self.noise.draw(number, query, name, theta[name].shape))
+            name: turned(name, self.noise.draw(step, query, name, theta[name].shape))
             for name in names
             if moves and self.estimator.trains(name)
         }
+        perturbed: dict[Point, Loras] = {}
         for point in points:
-            step = point.sign * self.epsilon
+            by = point.sign * self.epsilon
             tensors = {
-                name: theta[name] + z[name] * step if step and name in z else theta[name]
+                name: theta[name] + z[name] * by if by and name in z else theta[name]
                 for name in names
             }
             mx.eval(tensors)
-            adapters = Adapters(self.adapters.manifest, tensors)
-            perturbed[point] = adapters.loras(block)
+            perturbed[point] = Adapters(self.adapters.manifest, tensors).loras(block)
+        return perturbed
 
     def _names(self, block: Block) -> list[str]:
         """The tensors with which a block runs, some of which another one may own."""

@@ -23,7 +23,8 @@ from export.sources.families import (
     normalise_config,
 )
 from export.sources.gguf_blocks import transcode
-from export.sources.gguf_config import as_in_file, llama3_factors, read_config
+from export.sources.gguf_config import llama3_factors, read_config
+from export.sources.gguf_entries import as_in_file
 from export.sources.gguf_keys import FIXED, NEUTRAL, USED, unknown_metadata
 from export.sources.gguf_names import architecture_of, place_of, tensor_names
 from export.sources.open import open_checkpoint
