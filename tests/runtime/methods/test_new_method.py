@@ -101,11 +101,10 @@ def test_a_method_is_one_file_and_one_line(tiny: Tiny, tmp_path: Path, copy: Pat
     common = ["--max-seq-length=24", "--batch-size=2", "--budget=200MB"]
     bundle, out = tiny("qwen2").path, tmp_path / "run"
     assert "dummy" in run(copy, "train", "--help").stdout
-    plan = json.loads(
-        run(copy, "plan", bundle, "--method=dummy", *common, "--no-prefetch", "--json").stdout
-    )
-    like = json.loads(
-        run(copy, "plan", bundle, "--method=mebp", *common, "--no-prefetch", "--json").stdout
+    planning = ("plan", bundle, *common, "--no-prefetch", "--json")
+    plan, like = (
+        json.loads(run(copy, *planning, f"--method={method}").stdout)
+        for method in ("dummy", "mebp")
     )
     assert plan["live_bytes"] == like["live_bytes"] and plan["gradient_bytes"] > 0
     assert plan["scratch_disk_bytes"] < like["scratch_disk_bytes"]  # it has no moments

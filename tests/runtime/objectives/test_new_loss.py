@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
-from support.estimators import mezo_of
+from support.estimators import mezo_of, perturbed
 from support.models import adapters_of, mebp, model_of, rows_of
 from support.pair_loss import PairLoss, pair_loss, pair_slope
 
@@ -109,11 +109,7 @@ def test_forward_passes_see_pairs_of_rows(
     running = mezo_of(model, adapters, tmp_path, seed, len(rows), **more)
     means = []
     for by in (EPSILON, -EPSILON):
-        moved = {
-            name: value + running.noise.draw(0, 0, name, value.shape) * by
-            for name, value in adapters.tensors.items()
-        }
-        there = Adapters(bundle.manifest, moved)
+        there = perturbed(running, adapters, by)
         sums = [summed_loss(bundle, there, row) for row in rows]
         means.append((pair_loss(*sums[:2]) + pair_loss(*sums[2:])) / 2)
     result = running.step(0, 0.1, [rows])

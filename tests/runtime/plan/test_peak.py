@@ -33,7 +33,7 @@ from support.models import (
     model_of,
     rows_of,
 )
-from support.plans import LINUX, demand_of, peak_model_of, predicted, task_of
+from support.plans import COMPILED, demand_of, peak_model_of, predicted, task_of
 
 from runtime.arrays.values import Loras
 from runtime.bundle.manifest import Manifest
@@ -211,10 +211,9 @@ def test_mezos_forwards_allocate_what_the_plan_says(
 def test_compiled_slices_have_no_array_for_their_activation(tiny: Tiny, rng: Rng) -> None:
     require_compiled()
     bundle, lanes = tiny("qwen2", seq_lens=(256,)), 8
-    machine = msgspec.structs.replace(LINUX, llvm=True)
     tiles = 200_000  # as wide as the MLP
     sizes = Sizes(tiles, 64, 0, slices=True)
-    peaks = peak_model_of(bundle.manifest, task_of(256, "mezo"), sizes, machine)
+    peaks = peak_model_of(bundle.manifest, task_of(256, "mezo"), sizes, COMPILED)
     choice = tiles, 64, peaks.execution.chunk_rows, True
     model = model_of(bundle, 256, "unpacked", *choice, compiled=True)
     found = Allocated()

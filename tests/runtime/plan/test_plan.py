@@ -15,7 +15,17 @@ import numpy as np
 import pytest
 from support.bundles import Tiny
 from support.layouts import STORED
-from support.plans import EVAL, LINUX, MAC, PLENTY, peak_model_of, plan_of, predicted, task_of
+from support.plans import (
+    COMPILED,
+    EVAL,
+    LINUX,
+    MAC,
+    PLENTY,
+    peak_model_of,
+    plan_of,
+    predicted,
+    task_of,
+)
 from support.runs import ondevice, succeeds, train_arguments
 
 from runtime.arrays.stored import FLOAT_BITS, Extent, Matrix
@@ -60,16 +70,15 @@ def test_a_plan_fits_its_budget_and_more_budget_never_buys_less(tiny: Tiny) -> N
 
 def test_compiled_code_needs_no_copies_and_mapped_weights_that_stay(tiny: Tiny) -> None:
     manifest, task = tiny("qwen2").manifest, task_of(32)
-    machine = msgspec.structs.replace(LINUX, llvm=True)
-    without, plan = (plan_of(manifest, task, PLENTY, each) for each in (LINUX, machine))
+    without, plan = (plan_of(manifest, task, PLENTY, each) for each in (LINUX, COMPILED))
     assert (without.compiled, plan.compiled) == (False, True)
     assert plan.materialized_bytes == 0 < without.materialized_bytes
     changed = deciding_differences(without, plan)
     assert "compiled False, where True follows from the rest" in changed
     trained = task._replace(demand=replace(task.demand, trains_weights=True))
-    assert not plan_of(manifest, trained, PLENTY, machine).compiled
+    assert not plan_of(manifest, trained, PLENTY, COMPILED).compiled
     cut = msgspec.structs.replace(manifest, slice=Slice(1, 2, "0" * 64))
-    assert not plan_of(cut, task, PLENTY, machine).compiled
+    assert not plan_of(cut, task, PLENTY, COMPILED).compiled
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -241,18 +250,13 @@ def test_layers_keep_the_values_of_whole_mlps(tiny: Tiny) -> None:
 
 
 def test_the_papers_plan_buys_nothing(tiny: Tiny) -> None:
-    plan = plan_of(tiny("qwen2").manifest, task_of(32, layout="paper"), 10**12)
-    assert plan.materialize_blocks and not plan.kept_layers and not plan.materialized_layers
-
-
-def test_the_papers_blocks_are_dequantized_where_code_is_compiled(tiny: Tiny) -> None:
-    machine = msgspec.structs.replace(LINUX, llvm=True)
-    manifest = tiny("qwen2").manifest
-    paper, own = (
-        plan_of(manifest, task_of(32, layout=layout), 10**12, machine)
-        for layout in ("paper", "budget")
-    )
-    assert own.compiled and not paper.compiled
+    """And its blocks are dequantized, also where code is compiled."""
+    manifest, task = tiny("qwen2").manifest, task_of(32, layout="paper")
+    for machine in (LINUX, COMPILED):
+        plan = plan_of(manifest, task, 10**12, machine)
+        assert plan.materialize_blocks and not plan.kept_layers and not plan.materialized_layers
+        assert not plan.compiled
+    assert plan_of(manifest, task_of(32), 10**12, COMPILED).compiled
 
 
 @pytest.mark.parametrize("method", ["mebp", "mezo"])
@@ -355,7 +359,7 @@ def test_sizes_are_those_of_the_task_that_is_asked_for(tiny: Tiny) -> None:
 def test_a_budget_is_spent_to_the_last_layer_that_fits(tiny: Tiny, family: str) -> None:
     """Layers keep values one after another; what layers keep of their MLPs depends on bytes."""
     manifest, task = tiny(family, seq_lens=(256,)).manifest, task_of(256)
-    planner = Planner(manifest, msgspec.structs.replace(LINUX, llvm=True))
+    planner = Planner(manifest, COMPILED)
     most = planner.plan(task, PLENTY)
     known = set()
     for budget in np.linspace(most.minimum_bytes, 1.1 * most.predicted_peak_bytes, 40):

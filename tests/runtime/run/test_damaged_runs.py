@@ -11,15 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from support.runs import (
-    adapter,
-    check_same,
-    here,
-    refuses,
-    struck,
-    succeeds,
-    train_arguments,
-)
+from support.runs import adapter, check_same, here, refuses, struck, succeeds, train_arguments
 from support.shared import Shared
 from support.text_bundle import text_bundle
 

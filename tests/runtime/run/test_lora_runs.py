@@ -13,15 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 from support.adapters import SOME, saved_adapter, written
 from support.bundles import Tiny
-from support.runs import (
-    adapter,
-    here,
-    json_of,
-    refuses,
-    succeeds,
-    summary_of,
-    train_arguments,
-)
+from support.runs import adapter, here, json_of, refuses, succeeds, summary_of, train_arguments
 from support.shared import Shared
 
 from runtime.core.units import parse_bytes

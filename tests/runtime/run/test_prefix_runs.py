@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 from support.plans import LINUX
-from support.runs import (
-    here,
-    json_of,
-    refuses,
-    succeeds,
-    summary_of,
-    train_arguments,
-)
+from support.runs import here, json_of, refuses, succeeds, summary_of, train_arguments
 
 from runtime.adapters.lora import prefix_settings
 from runtime.run import budget
