@@ -13,7 +13,7 @@ from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
 from support.estimators import ListedRows, mezo_of, perturbed
 from support.models import adapters_of, model_of, scored_logits
-from support.runs import adapter, here, metrics_of, succeeds, train_arguments
+from support.runs import adapter, metrics_of, refuses, succeeds, train_arguments
 
 from runtime.config.methods import OBJECTIVES
 from runtime.core.errors import DataError
@@ -142,8 +142,8 @@ def test_runs_with_an_objective(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_backpropagation_has_no_such_objective(tiny: Tiny, tmp_path: Path) -> None:
     bundle = tiny("qwen2", seq_lens=(16, 32)).path
-    refused = here(*train_arguments(bundle, tmp_path / "run", 2, method="mebp", objective="exact"))
-    assert refused.returncode == 2 and "exact has no gradient, which mebp" in refused.stderr
-    refused = here(*train_arguments(bundle, tmp_path / "run", 2, method="mezo", objective="labels"))
-    assert refused.returncode == 4 and "too many to be labels" in refused.stderr
+    exact = train_arguments(bundle, tmp_path / "run", 2, method="mebp", objective="exact")
+    refuses(2, "exact has no gradient, which mebp", *exact)
+    labels = train_arguments(bundle, tmp_path / "run", 2, method="mezo", objective="labels")
+    refuses(4, "too many to be labels", *labels)
     assert not (tmp_path / "run").exists()

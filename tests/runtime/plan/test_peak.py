@@ -44,10 +44,8 @@ from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Row, sample_bytes
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import StepDropout
-from runtime.methods.noise import Noise
 from runtime.methods.protocol import StepResult
 from runtime.methods.zeroth.estimator import Point
-from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.objective import Scored
 from runtime.operations.elementwise import Elementwise
@@ -57,7 +55,6 @@ from runtime.plan.block_peaks import ARRAY_BYTES, PeakModel
 from runtime.plan.lower import Sizes
 from runtime.plan.plan import Request, Task
 from runtime.run.budget import training
-from runtime.storage.activations import Activations
 from runtime.storage.scratch import MappedTensors
 
 # MLX allocates for up to ten operations ahead of those that have run, unless its memory limit is
@@ -446,14 +443,7 @@ def test_perturbed_copies_of_an_embeddings_adapter_are_counted(
     for name in scratch:
         scratch[name] = adapters.tensors.pop(name)
     model = model_of(bundle, 16)
-    method = ZerothOrder(
-        lambda tokens: model,
-        Adapters(bundle.manifest, scratch),
-        Activations(tmp_path, 1, 2, (1, 16, bundle.manifest.hidden_size)),
-        Noise(seed),
-        1e-3,
-        TwoPoint(),
-    )
+    method = mezo_of(model, Adapters(bundle.manifest, scratch), tmp_path, seed, 1)
     points = sorted(method.estimator.points)
     peaks = peak_model_of(bundle.manifest, task_of(16, "mezo"), Sizes(10_000, 16))
     found = Allocated()

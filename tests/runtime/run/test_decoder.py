@@ -16,9 +16,9 @@ from support.compiled import require_compiled
 from support.generation import dense_logits
 from support.layouts import LAYOUTS, WITH_EXPERTS
 from support.lengths import pairs
+from support.lora import prefix_of, with_prefix
 from support.models import FAMILIES, MIXERS, adapters_of, each_family
 from support.plans import COMPILED
-from support.prefixes import prefix_of, with_prefix
 from support.random_types import random_bundle
 
 from runtime.adapters.lora import LoraSettings

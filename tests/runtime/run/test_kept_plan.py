@@ -234,19 +234,24 @@ def changed(plan: Plan, name: str) -> Plan:
     return msgspec.structs.replace(plan, **{name: other})
 
 
+def plan_again(run: Path, stored: Plan) -> tuple[Plan, list[str]]:
+    """The plan with which a run goes on that has stored this one, and what is said."""
+    replaced(run, "plan.json", plan_bytes(stored).decode())
+    config = load(TrainConfig, run / "config.toml", {})
+    config, bundle = to_resume(config, open_checked(config.bundle))
+    said: list[str] = []
+    plan = resume._plan_again(config, bundle, RunFolder(run), Events(note=said.append), workers=1)
+    return plan, said
+
+
 def test_no_field_of_a_plan_changes_in_silence(
     stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is changed, and the checksum with it: the plan is what follows from its choices."""
     before = plan_in(stopped)
-    config = load(TrainConfig, stopped / "config.toml", {})
-    config, bundle = to_resume(config, open_checked(config.bundle))
     monkeypatch.setattr(Planner, "plan", lambda *wanted: before)
     for name in Plan.__struct_fields__:
-        replaced(stopped, "plan.json", plan_bytes(changed(before, name)).decode())
-        said: list[str] = []
-        events = Events(note=said.append)
-        plan = resume._plan_again(config, bundle, RunFolder(stopped), events, workers=1)
+        plan, said = plan_again(stopped, changed(before, name))
         assert not deciding_differences(plan, before), (name, said)
         assert len(said) == 1 + (name == "threads"), (name, said)  # they change what is smallest
         assert ("planned anew" in said[0]) != (name in FACTS), (name, said)
@@ -411,12 +416,8 @@ def planned_again(
     """The plan with which a run goes on where so many threads run, and what is said."""
     blas = msgspec.structs.replace(THREADED.blas, threads=threads)
     on(monkeypatch, llvm=True, blas=blas)
-    replaced(run, "plan.json", plan_bytes(before).decode())
-    config = load(TrainConfig, run / "config.toml", {})
-    config, bundle = to_resume(config, open_checked(config.bundle))
-    notes: list[str] = []
-    plan = resume._plan_again(config, bundle, RunFolder(run), Events(note=notes.append), workers=1)
-    return plan, "\n".join(notes)
+    plan, said = plan_again(run, before)
+    return plan, "\n".join(said)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
