@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from export.config.export import ExportConfig
+from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import MANIFEST, Bundle, open_bundle
 from runtime.run.traced_graphs import with_graphs
 
@@ -77,6 +79,17 @@ def links(bundle: Bundle, folder: Path) -> Path:
     (folder / MANIFEST).unlink()
     shutil.copyfile(bundle.path / MANIFEST, folder / MANIFEST)
     return folder
+
+
+def with_operations(manifest: Manifest, name: str, of: type, **changes: Any) -> Manifest:
+    """The manifest with fields of all operations of a kind changed in one block type."""
+    block_type = manifest.block_types[name]
+    operations = tuple(
+        structs.replace(each, **changes) if isinstance(each, of) else each
+        for each in block_type.operations
+    )
+    changed = structs.replace(block_type, operations=operations)
+    return structs.replace(manifest, block_types={**manifest.block_types, name: changed})
 
 
 def put(document: Any, where: str, value: Any) -> None:

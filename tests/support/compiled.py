@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +21,18 @@ def require_compiled() -> None:
     """Skip the test where code of LLVM cannot be compiled or run."""
     if why := lacking():
         pytest.skip(why)
+
+
+def machine_code_for(processor: str, text: str, readable: bool = False) -> Any:
+    """The object file of a text for a processor, which need not be here, or its assembly."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    llvm.initialize_native_asmparser()  # of the call of the system
+    target = llvm.Target.from_default_triple()
+    machine = target.create_target_machine(processor, opt=3, reloc="pic", codemodel="small")
+    return (machine.emit_assembly if readable else machine.emit_object)(llvm.parse_assembly(text))
 
 
 class RandomMatrix:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,11 +72,11 @@ def mezo_of(
     return ZerothOrder(lambda length: model, adapters, scratch, noise, epsilon, point, **more)
 
 
-class RandomRows:
-    """Rows of a bundle's tokens, the same for the same seed."""
+class ListedRows:
+    """Rows in a list."""
 
-    def __init__(self, bundle: Bundle, seed: int) -> None:
-        self.rows = rows_of(bundle, np.random.default_rng(seed), 5)
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -106,13 +107,22 @@ def started(
         adapters,
         folder,
         model.weights,
-        rows=RandomRows(model.bundle, config.seed),
+        rows=ListedRows(rows_of(model.bundle, np.random.default_rng(config.seed), 5)),
         fresh=fresh,
         workers=workers or Workers(),
     )
     found = start(config, begin)
     assert isinstance(found, ZerothOrder)
     return found
+
+
+def perturbed(method: ZerothOrder, adapters: Adapters, by: float) -> Adapters:
+    """Adapters of the whole model, moved so far along the first direction of the first step."""
+    moved = {
+        name: value + method.noise.draw(0, 0, name, value.shape) * by
+        for name, value in adapters.tensors.items()
+    }
+    return Adapters(adapters.manifest, moved)
 
 
 def copy_of(adapters: Adapters) -> Adapters:

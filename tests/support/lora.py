@@ -1,12 +1,14 @@
-"""LoRA settings for tests, and bundles with them."""
+"""LoRA settings and prefixes for tests, and bundles with them."""
 
 from __future__ import annotations
 
+import mlx.core as mx
 import msgspec
 import numpy as np
 
-from runtime.adapters.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings
+from runtime.adapters.lora import ALL_LAYERS, ALL_LINEAR, LoraSettings, prefix_settings
 from runtime.bundle.store import Bundle
+from runtime.methods.adapters import Adapters
 
 Rng = np.random.Generator
 
@@ -29,3 +31,16 @@ def drawn_lora(bundle: Bundle, rng: Rng, dropout: bool) -> LoraSettings:
         dropout=float(rng.uniform(0.05, 0.6)) if dropout and rng.random() < 0.5 else 0.0,
         rslora=bool(rng.random() < 0.5),
     )
+
+
+def with_prefix(bundle: Bundle, rows: int) -> Bundle:
+    return bundle.with_lora(prefix_settings(rows))
+
+
+def prefix_of(bundle: Bundle, rng: Rng) -> Adapters:
+    """A random prefix, which no layer sees as it sees another."""
+    adapters = Adapters.initial(bundle.manifest, 0)
+    for name, value in adapters.tensors.items():
+        adapters.tensors[name] = mx.array(rng.standard_normal(value.shape).astype(np.float32))
+    mx.eval(adapters.tensors)
+    return adapters

@@ -21,7 +21,7 @@ from runtime.engine.graphs import Graphs
 from runtime.engine.model import Model, Positions
 from runtime.engine.sample import PackedRows, Row, Sample
 from runtime.methods.adapters import Adapters
-from runtime.methods.mebp import Backprop, StepDropout
+from runtime.methods.mebp import Backprop, MeBP, StepDropout
 from runtime.methods.protocol import StepLoss
 from runtime.objectives.next_token import NextToken
 from runtime.objectives.objective import Loss
@@ -136,6 +136,15 @@ def mebp(
     result = backprop.gradients(rows, loss.count(rows), update)
     assert result.scored_tokens == sum(len(row.targets) for row in rows)
     return result, found
+
+
+def mebp_of(
+    model: Model, adapters: Adapters, optimizer: Any, folder: Path, rows: int, **more: Any
+) -> MeBP:
+    """The method on a model, for steps whose parts have at most so many rows."""
+    shape = (1, model.bucket, model.bundle.manifest.widest)
+    scratch = Activations(folder, len(model.blocks), rows, shape)
+    return MeBP(lambda length: model, adapters, scratch, optimizer, **more)
 
 
 def storage_of(model: Model, folder: Path, rows: int) -> Activations | None:

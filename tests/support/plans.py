@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec.structs import replace as replaced
+
 from runtime.bundle.manifest import Manifest
 from runtime.config.shared import StepConfig
 from runtime.engine.sample import sample_bytes
@@ -29,6 +31,7 @@ HEAP = Heap(
     share_of_kept=0.02,
 )
 LINUX = Machine("cpu", "unpacked", "glibc", 32_000_000, Blas(1, PANEL_BYTES, ROW_BYTES), HEAP)
+COMPILED = replaced(LINUX, llvm=True)
 MAC = Machine("gpu", "packed", "metal", 60_000_000)
 EVAL = "eval"  # not a method, but planned like one
 PLENTY = 1_000_000_000

@@ -18,13 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import pytest
 
 from harness.measure import process
 from harness.measure.process import Ended
 from ondevice.cli.main import main
 from runtime.core.signals import ENDING
 from runtime.machine.backend import prepare
+from runtime.machine.footprint import Meter
 from runtime.machine.glibc import trim_heap
+from runtime.machine.machine import Machine
+from runtime.run import budget, resume, start
 from runtime.run.folder import RunFolder
 from runtime.run.results import Step
 from support.forks import ROOT, forked, forks, import_path
@@ -193,6 +197,21 @@ def struck(
 
 MUCH = "6GB" if mx.cuda.is_available() else "400MB"  # CUDA's libraries alone take 1 GB
 NO_OTHERS = "--also-evaluate=none"  # a process for their tokens, and 30 rows before and after
+
+
+class Unwatched(Meter):
+    """Never over budget: the process of the tests is larger than the one that is planned for."""
+
+    @property
+    def over_budget(self) -> bool:
+        return False
+
+
+def on_machine(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    """Let runs of this process be planned for a machine that is written down."""
+    monkeypatch.setattr(budget, "this_machine", lambda *asked: machine)
+    monkeypatch.setattr(start, "Meter", Unwatched)
+    monkeypatch.setattr(resume, "Meter", Unwatched)
 
 
 def train_arguments(bundle: Path, run: Path, steps: int, **more: object) -> list[str]:

@@ -25,16 +25,23 @@ def sums(rng: Rng, count: int) -> list[mx.array]:
     return [mx.tanh(x + index).sum() for index in range(count)]
 
 
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The limits that MLX is given from here on; no plan has made room."""
+    given: list[int] = []
+    set_limit = mx.set_memory_limit
+    monkeypatch.setattr(backend, "_planned", [0])
+    monkeypatch.setattr(mx, "set_memory_limit", lambda n: given.append(n) or set_limit(n))
+    return given
+
+
 @pytest.mark.skipif(sys.platform == "darwin", reason="nothing is bounded there")
 @pytest.mark.parametrize(("working", "share"), [(0, 0), (2, 0), (5, 0), (0, 5), (3, 5)])
 def test_little_is_allocated_ahead_on_a_cpu(
-    rng: Rng, monkeypatch: pytest.MonkeyPatch, working: int, share: int
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, limits: list[int], working: int, share: int
 ) -> None:
     """The array that is computed, and the next, or as many as the work or the plan may take."""
     monkeypatch.setattr(backend, "_planned", [int(share * VALUES * 4 / backend.AHEAD)])
-    limits = []
-    set_limit = mx.set_memory_limit
-    monkeypatch.setattr(mx, "set_memory_limit", lambda n: limits.append(n) or set_limit(n))
     results = sums(rng, 10)
     gc.collect()
     before = mx.get_active_memory()
@@ -52,13 +59,9 @@ def test_little_is_allocated_ahead_on_a_cpu(
 @pytest.mark.skipif(sys.platform == "darwin", reason="nothing is bounded there")
 @pytest.mark.parametrize(("working", "expected"), [(1, 0), (4, 1), (6, 3)])
 def test_a_limit_leaves_room_for_what_passes_it(
-    rng: Rng, monkeypatch: pytest.MonkeyPatch, working: int, expected: int
+    rng: Rng, limits: list[int], working: int, expected: int
 ) -> None:
     """Twice a result, here of three arrays, of all that it and the work take."""
-    monkeypatch.setattr(backend, "_planned", [0])
-    limits = []
-    set_limit = mx.set_memory_limit
-    monkeypatch.setattr(mx, "set_memory_limit", lambda n: limits.append(n) or set_limit(n))
     x = mx.array(rng.standard_normal(VALUES).astype(np.float32))
     mx.eval(x)
     gc.collect()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng
-from support.compiled import require_compiled
+from support.compiled import machine_code_for, require_compiled
 from support.models import CLOSE
 
 from runtime.arrays import compiled_attention
@@ -166,12 +166,5 @@ def test_long_rows_are_as_exact_as_short_ones(rng: Rng) -> None:
 @pytest.mark.parametrize(("processor", "lanes"), [("haswell", 8), ("skylake-avx512", 16)])
 def test_other_processors_take_it_too(processor: str, lanes: int) -> None:
     """The code refers to nothing outside, which would not be there where it is mapped."""
-    import llvmlite.binding as llvm
-
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    llvm.initialize_native_asmparser()  # of the call of the system
-    target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine(processor, opt=3, reloc="pic", codemodel="small")
     for backward, cap in product((False, True), (None, 50.0)):
-        assert image(machine.emit_object(llvm.parse_assembly(text_of(backward, cap, lanes))))
+        assert image(machine_code_for(processor, text_of(backward, cap, lanes)))

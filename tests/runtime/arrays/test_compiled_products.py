@@ -8,16 +8,15 @@ from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 from oracles import whole_model as reference
 from oracles.bfloat16 import nearest
 from support.bundles import Rng, Tiny
-from support.compiled import RandomMatrix, require_compiled
+from support.compiled import RandomMatrix, machine_code_for, require_compiled
 from support.models import CLOSE, adapters_of, mebp, model_of, rows_of
-from support.plans import LINUX, plan_of, task_of
+from support.plans import COMPILED, plan_of, task_of
 
 from runtime.arrays import compiled_products, packed_rows
 from runtime.arrays.arrays import CpuArrays
@@ -134,39 +133,42 @@ def test_sums_and_adapters_are_those_of_numpy(
     assert reference.relative_error(y, mx.array(expected)) <= CLOSE
 
 
+def _of_small_terms(rng: Rng, share: float) -> tuple[RandomMatrix, npt.NDArray[np.float32], float]:
+    """A tall matrix, a row (1, R) of one large term and of small ones, and their product's first.
+
+    The large term is 1 of the product, so that roundings beside it are alike. share: the size of
+    the small ones' factors.
+    """
+    bits, size, layout = SETTINGS[0]
+    weights = RandomMatrix(rng, bits, layout, size, _scales(0), most=30_001, least=30_000)
+    rows = weights.matrix.rows
+    w = np.array(dense(weights.tile(0, rows, False), bits, CpuArrays())).astype(np.float64)
+    large, small = 1 / max(abs(w[0, 0]), 0.01), np.sign(w[:, :1]).T * share
+    x = np.where(np.arange(rows) == 0, large, small).astype(np.float32)
+    return weights, x, float((x.astype(np.float64) @ w)[0, 0])
+
+
 @pytest.mark.parametrize("registers", REGISTERS, ids=lambda each: f"{each.lanes} lanes")
 def test_long_sums_are_added_in_parts(
     rng: Rng, monkeypatch: pytest.MonkeyPatch, registers: Registers
 ) -> None:
     """A head's gradient is one of its vocabulary, in which a small term alone would be lost."""
     monkeypatch.setattr(compiled_products, "registers", lambda: registers)
-    bits, size, layout = SETTINGS[0]
-    weights = RandomMatrix(rng, bits, layout, size, _scales(0), most=30_001, least=30_000)
+    weights, x, expected = _of_small_terms(rng, 2.0**-25)
     matrix = weights.matrix
     tile = MapTile(matrix, weights.mapped(matrix, 0, matrix.rows, False))
-    w = np.array(dense(weights.tile(0, matrix.rows, False), bits, CpuArrays())).astype(np.float64)
-    rest = np.sign(w[:, :1]).T * 2.0**-25  # of the largest term
-    x = np.where(np.arange(matrix.rows) == 0, 1, rest).astype(np.float32)
     y = CompiledProducts(CpuArrays(), 1).multiply(mx.array(x), tile, True, None)
-    assert np.array(y)[0, 0] == pytest.approx((x.astype(np.float64) @ w)[0, 0], rel=CLOSE)
+    assert np.array(y)[0, 0] == pytest.approx(expected, rel=CLOSE)
 
 
 def test_the_chunks_of_a_vocabulary_have_sums_of_their_own(rng: Rng) -> None:
     """Of parts of a chunk one after the other, each would be lost beside the sum so far."""
-    require_compiled()
-    bits, size, layout = SETTINGS[0]
-    weights = RandomMatrix(rng, bits, layout, size, _scales(0), most=30_001, least=30_000)
-    matrix, arrays, products = weights.matrix, CpuArrays(), CompiledProducts(CpuArrays(), 1)
-    w = np.array(dense(weights.tile(0, matrix.rows, False), bits, arrays)).astype(np.float64)
-    rest = np.sign(w[:, :1]).T * 2.0**-31.5  # 128 of them are less than a rounding
-    first = 1 / max(abs(w[0, 0]), 0.01)  # a product of 1, beside which all have equal roundings
-    x = np.where(np.arange(matrix.rows) == 0, first, rest).astype(np.float32)
-    total = RowSum(arrays)
+    weights, x, expected = _of_small_terms(rng, 2.0**-31.5)  # 128 are less than a rounding
+    matrix, products, total = weights.matrix, CompiledProducts(CpuArrays(), 1), RowSum(CpuArrays())
     for start in range(0, matrix.rows, 2_000):
         values = weights.mapped(matrix, start, start + 2_000, False)
         tile = ReadyTile(matrix, products, None, MapTile(matrix, values), None)
         total.add(Input.of(mx.array(x[:, start : start + 2_000]), products), tile, mx.ones((1, 1)))
-    expected = (x.astype(np.float64) @ w)[0, 0]
     assert np.array(total.result())[0, 0] == pytest.approx(expected, rel=1.5e-6)
 
 
@@ -174,10 +176,9 @@ def test_a_session_compiles_all_that_a_step_takes(
     tiny: Tiny, rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = tiny("qwen2")
-    machine = msgspec.structs.replace(LINUX, llvm=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine_code.function.cache_clear()
-    session = open_session(bundle, plan_of(bundle.manifest, task_of(32), machine=machine))
+    session = open_session(bundle, plan_of(bundle.manifest, task_of(32), machine=COMPILED))
     monkeypatch.setattr(machine_code, "_compiled", lambda *_: pytest.fail("a text was not there"))
     mebp(session.model(32), adapters_of(bundle, rng), rows_of(bundle, rng), tmp_path)
 
@@ -206,12 +207,6 @@ def test_matrices_that_are_taken_by_columns_take_no_copy_of_a_value(tiny: Tiny, 
 
 
 def test_processors_without_bfloat16_read_such_scales() -> None:
-    import llvmlite.binding as llvm
-
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine("haswell", opt=3, reloc="pic", codemodel="small")
     for bits, layout in product((4, 8), ("symmetric", "affine")):
         texts = (
             text_of(False, bits, 64, "bfloat16", layout == "affine", NARROW),
@@ -219,22 +214,16 @@ def test_processors_without_bfloat16_read_such_scales() -> None:
             packed_rows.text_of(bits, 64, layout, "bfloat16", 4),
         )
         for text in texts:
-            assert image(machine.emit_object(llvm.parse_assembly(text)))
+            assert image(machine_code_for("haswell", text))
 
 
 def test_processors_with_bfloat16_multiply_pairs() -> None:
     """On every machine, since the one at hand may have no such instructions."""
-    import llvmlite.binding as llvm
-
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine("znver4", opt=3, reloc="pic", codemodel="small")
     products = [text_of(by_rows, 4, 32, "float16", True, WIDE, 2) for by_rows in (False, True)]
-    rounding = machine.emit_assembly(llvm.parse_assembly(rounding_text(WIDE.lanes)))
+    rounding = machine_code_for("znver4", rounding_text(WIDE.lanes), readable=True)
     assert "vcvtneps2bf16" in rounding
     for text in (compute_dtype.text_of(2), *products):
-        assert "vdpbf16ps" in machine.emit_assembly(llvm.parse_assembly(text))
+        assert "vdpbf16ps" in machine_code_for("znver4", text, readable=True)
 
 
 @pytest.mark.parametrize(

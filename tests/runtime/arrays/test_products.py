@@ -127,14 +127,19 @@ def test_what_is_asked_for_is_taken_or_refused(monkeypatch: pytest.MonkeyPatch) 
     assert not Rates(100.0, 110.0).faster and Rates(100.0, 120.0).faster
 
 
+def check_choice(monkeypatch: pytest.MonkeyPatch, measure: str, device: str) -> None:
+    """The faster type is taken, by what is measured."""
+    for fast, name in ((200.0, "bfloat16"), (110.0, "float32")):
+        monkeypatch.setattr(compute_dtype, measure, lambda fast=fast: Rates(100.0, fast))
+        chosen = choose("auto", device, device == "gpu")
+        assert chosen.name == name and f"{fast:.0f} GFLOP/s in bfloat16" in chosen.reason
+
+
 def test_automatic_is_what_is_faster_here(monkeypatch: pytest.MonkeyPatch) -> None:
     require_bfloat16()
     rates = compute_dtype.measure()
     assert 1 < rates.float32 < 2000 and 1 < rates.bfloat16 < 4000
-    for fast, name in ((200.0, "bfloat16"), (110.0, "float32")):
-        monkeypatch.setattr(compute_dtype, "measure", lambda fast=fast: Rates(100.0, fast))
-        chosen = choose("auto", "cpu", False)
-        assert chosen.name == name and f"{fast:.0f} GFLOP/s in bfloat16" in chosen.reason
+    check_choice(monkeypatch, "measure", "cpu")
 
 
 def test_automatic_on_a_gpu_is_what_is_faster_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,10 +157,7 @@ def test_automatic_on_a_gpu_is_what_is_faster_there(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(mx, "quantized_matmul", seen)
     rates = compute_dtype.measure_gpu()
     assert set(types) == {mx.float32, mx.bfloat16} and rates.float32 > 0 < rates.bfloat16
-    for fast, name in ((200.0, "bfloat16"), (110.0, "float32")):
-        monkeypatch.setattr(compute_dtype, "measure_gpu", lambda fast=fast: Rates(100.0, fast))
-        chosen = choose("auto", "gpu", True)
-        assert chosen.name == name and f"{fast:.0f} GFLOP/s in bfloat16" in chosen.reason
+    check_choice(monkeypatch, "measure_gpu", "gpu")
 
 
 def test_a_processor_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

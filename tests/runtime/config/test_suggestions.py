@@ -224,26 +224,16 @@ def _of_package(package: str, name: str) -> str:
 def test_flags_of_other_programs_never_become_flags_of_another_meaning() -> None:
     """However much alike their letters are: what is answered is in the tables."""
     flags_of_mlx_lm = re.compile(r'"(--[a-z][a-z-]+)"')
-    of_commands = {
-        "train": "lora",
-        "generate": "generate",
-        "chat": "chat",
-        "fuse": "fuse",
-        "export": "convert",
-        "eval": "evaluate",
-    }
+    same = {name: name for name in ("generate", "chat", "fuse")}
+    of_commands = {"train": "lora", "export": "convert", "eval": "evaluate", **same}
     seen = 0
-    for command, (theirs, parser) in {
-        name: (_of_package("mlx_lm", f"{of_commands[name]}.py"), PARSERS[name])
-        for name in of_commands
-    }.items():
-        flags = set(flags_of_mlx_lm.findall(theirs))
+    for command, module in of_commands.items():
+        flags = set(flags_of_mlx_lm.findall(_of_package("mlx_lm", f"{module}.py")))
         if command == "train":
-            names = re.findall(
-                r"^    (\w+): ", _of_package("transformers", "training_args.py"), re.M
-            )
+            options = _of_package("transformers", "training_args.py")
+            names = re.findall(r"^    (\w+): ", options, re.M)
             flags |= {flag_of(name) for name in names} | set(OF_TRL_AND_PEFT.split())
-        ours = long_flags(parser)
+        ours = long_flags(PARSERS[command])
         for word in flags - set(ours):
             said = not_known([word], ours, f"ondevice {command}")
             meant = re.findall(r"did you mean (--[a-z-]+)", said)

@@ -89,13 +89,8 @@ def test_commands_refuse_paths_that_are_no_text(
     (odd / "train.txt").write_text("some text")
     (odd / "config.toml").write_text('bundle = "nowhere"\ndata = "random:0"\n')
     before = listing(tmp_path)
-    places = {
-        "BUNDLE": str(origin.path),
-        "NAME": ODD,
-        "ODD": str(odd),
-        "ODD/train.txt": f"{odd}/train.txt",
-    }
-    places |= {f"ODD/{name}": f"{odd}/{name}" for name in ("bundle", "run")}
+    places = {"BUNDLE": str(origin.path), "NAME": ODD, "ODD": str(odd)}
+    places |= {f"ODD/{name}": f"{odd}/{name}" for name in ("bundle", "run", "train.txt")}
     assert main([places.get(argument, argument) for argument in arguments]) == 2
     said = capsys.readouterr().err
     assert NAMED in said and "not valid UTF-8" in said
@@ -103,19 +98,10 @@ def test_commands_refuse_paths_that_are_no_text(
 
 
 WRITING = {
-    "train": ["train", "BUNDLE", "--data", "random:0", "--steps", "1"],
-    "export": ["export", "random:tiny-llama", "--seq-lens", "16", "--force"],
-    "compare": [
-        "compare",
-        "BUNDLE",
-        "--data",
-        "random:0",
-        "--eval-data",
-        "random:1",
-        "--steps",
-        "1",
-    ],
-    "report": ["report", "RUN"],
+    "train": "BUNDLE --data random:0 --steps 1",
+    "export": "random:tiny-llama --seq-lens 16 --force",
+    "compare": "BUNDLE --data random:0 --eval-data random:1 --steps 1",
+    "report": "RUN",
 }
 
 
@@ -129,7 +115,8 @@ def test_outputs_are_no_link_to_nothing_and_lie_in_no_bundle(
     Path("link.html").symlink_to("nowhere")
     Path("gone").symlink_to("nowhere")
     before = listing(tmp_path)
-    words = [word.replace("BUNDLE", str(bundle)) for word in WRITING[command]]
+    given = [str(bundle) if word == "BUNDLE" else word for word in WRITING[command].split()]
+    words = [command, *given]
     refuses(2, "link.html is a link to nowhere, where nothing is", *words, "-o", "link.html")
     refuses(2, "gone is a link to nowhere, where nothing is", *words, "-o", "gone/a/b.html")
     for place in ("bundle/graphs/out.html", "within/out.html"):

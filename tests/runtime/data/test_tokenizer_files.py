@@ -39,72 +39,62 @@ def added(content: str, **flags: bool) -> dict[str, Any]:
 NAMED = {"bos_token": "<bos>", "eos_token": "<eos>"}
 DECODER = {"0": token("<bos>"), "1": token("<eos>"), "101": token("<new>")}
 TOOL_USE = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+
+
+def config(**fields: object) -> dict[str, object]:
+    return {"tokenizer_config.json": fields}
+
+
+def in_map(**fields: object) -> dict[str, object]:
+    return {"special_tokens_map.json": fields}
+
+
 LAYOUTS: dict[str, dict[str, object]] = {
-    "names in the configuration": {"tokenizer_config.json": NAMED},
-    "a token as an object": {"tokenizer_config.json": {"eos_token": added("<eos>")}},
-    "an object with flags": {"tokenizer_config.json": {"eos_token": added("<end>", lstrip=True)}},
-    "a list with numbers": {"tokenizer_config.json": {**NAMED, "added_tokens_decoder": DECODER}},
-    "the list has other flags": {
-        "tokenizer_config.json": {"added_tokens_decoder": {"1": token("<eos>", False, lstrip=True)}}
-    },
-    "named, and not special in the list": {
-        "tokenizer_config.json": {
-            "eos_token": "<new>",
-            "added_tokens_decoder": {"101": token("<new>", False)},
-        }
-    },
-    "the list has other numbers": {
-        "tokenizer_config.json": {"added_tokens_decoder": {"200": token("<new>")}}
-    },
+    "names in the configuration": config(**NAMED),
+    "a token as an object": config(eos_token=added("<eos>")),
+    "an object with flags": config(eos_token=added("<end>", lstrip=True)),
+    "a list with numbers": config(**NAMED, added_tokens_decoder=DECODER),
+    "the list has other flags": config(
+        added_tokens_decoder={"1": token("<eos>", False, lstrip=True)}
+    ),
+    "named, and not special in the list": config(
+        eos_token="<new>", added_tokens_decoder={"101": token("<new>", False)}
+    ),
+    "the list has other numbers": config(added_tokens_decoder={"200": token("<new>")}),
     "the list silences the map": {
-        "tokenizer_config.json": {**NAMED, "added_tokens_decoder": DECODER},
-        "special_tokens_map.json": {"eos_token": "<other>"},
+        **config(**NAMED, added_tokens_decoder=DECODER), **in_map(eos_token="<other>"),
     },
-    "a map alone": {"special_tokens_map.json": {"eos_token": "<eos>", "pad_token": "<pad>"}},
-    "the map wins": {
-        "tokenizer_config.json": NAMED,
-        "special_tokens_map.json": {"eos_token": token("<new>")},
-    },
+    "a map alone": in_map(eos_token="<eos>", pad_token="<pad>"),
+    "the map wins": {**config(**NAMED), **in_map(eos_token=token("<new>"))},
     "added tokens": {
-        "tokenizer_config.json": {"eos_token": "<other>"},
+        **config(eos_token="<other>"),
         "added_tokens.json": {"<new>": 102, "<other>": 101, "<eos>": 1},
     },
-    "extra tokens": {"tokenizer_config.json": {"extra_special_tokens": ["<new>", "<eos>"]}},
-    "extra tokens by name": {
-        "tokenizer_config.json": {"extra_special_tokens": {"image_token": "<image>"}}
-    },
-    "additional tokens": {
-        "tokenizer_config.json": {"additional_special_tokens": [added("<new>"), "<other>"]}
-    },
-    "additional tokens in the map": {
-        "special_tokens_map.json": {"additional_special_tokens": ["<new>"]}
-    },
+    "extra tokens": config(extra_special_tokens=["<new>", "<eos>"]),
+    "extra tokens by name": config(extra_special_tokens={"image_token": "<image>"}),
+    "additional tokens": config(additional_special_tokens=[added("<new>"), "<other>"]),
+    "additional tokens in the map": in_map(additional_special_tokens=["<new>"]),
     "extra tokens in the map": {
-        "tokenizer_config.json": {"extra_special_tokens": ["<new>"]},
-        "special_tokens_map.json": {"extra_special_tokens": ["<other>", {"content": "<end>"}]},
+        **config(extra_special_tokens=["<new>"]),
+        **in_map(extra_special_tokens=["<other>", {"content": "<end>"}]),
     },
-    "names of the model's own": {
-        "tokenizer_config.json": {"image_token": "<image>", "sep_token": "<other>"}
-    },
-    "names of transformers 5": {
-        "tokenizer_config.json": {"model_specific_special_tokens": {"image_token": "<image>"}}
-    },
+    "names of the model's own": config(image_token="<image>", sep_token="<other>"),
+    "names of transformers 5": config(model_specific_special_tokens={"image_token": "<image>"}),
     "a name without a token": {
-        "tokenizer_config.json": {"eos_token": None, "pad_token": "<pad>"},
-        "special_tokens_map.json": {"bos_token": "<bos>"},
+        **config(eos_token=None, pad_token="<pad>"), **in_map(bos_token="<bos>"),
     },
-    "a template": {"tokenizer_config.json": {"chat_template": "own {{ bos_token }}", **NAMED}},
-    "templates by name": {"tokenizer_config.json": {"chat_template": TOOL_USE}},
+    "a template": config(chat_template="own {{ bos_token }}", **NAMED),
+    "templates by name": config(chat_template=TOOL_USE),
     "a template in a file": {
-        "tokenizer_config.json": {"chat_template": TOOL_USE},
+        **config(chat_template=TOOL_USE),
+        **in_map(image_token="<image>"),
         "chat_template.jinja": "file {{ image_token }}",
-        "special_tokens_map.json": {"image_token": "<image>"},
     },
     "more templates in files": {
         "chat_template.jinja": "file",
         "additional_chat_templates/tool_use.jinja": "file for tools",
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=LAYOUTS)

@@ -20,6 +20,7 @@ from support.token_rows import (
     listed,
     make_bundle,
     make_tokenizer,
+    read,
     tokenize,
 )
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -124,14 +125,13 @@ def test_a_long_corpus_goes_through_in_pieces(
     assert [token for tokens, _ in listed(rows) for token in tokens[1:]] == ids(text)
 
 
-def test_a_completion_is_tokenized_where_it_stands(bundle: Path, tmp_path: Path) -> None:
+def test_a_completion_is_tokenized_where_it_stands(bundle: Path) -> None:
     """As the continuation of its prompt, whose own tokens stay; a prefixed space comes once."""
     tokenizer = make_tokenizer()
     tokenizer.normalizer = normalizers.Prepend(" ")
     tokenizer.save(str(bundle / "tokenizer" / "tokenizer.json"))
     across, apart = {"prompt": "t", "completion": "he"}, {"prompt": "cat ", "completion": "sat"}
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, (across, apart))))
-    rows = listed(tokenize(bundle, tmp_path / "a.jsonl", 20, tmp_path / "out"))
+    rows = listed(read(bundle, across, apart, length=20))
     assert rows[0] == after([BOS, *ids(" t"), *ids(" he"), EOS], 2)  # not the one token of "the"
     assert rows[1] == after([BOS, *ids(" cat sat"), EOS], 5)
 
@@ -228,8 +228,7 @@ def test_without_a_bos_rows_overlap_by_one_token(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefg")
     rows = tokenize(folder, tmp_path / "a.txt", 3, tmp_path / "out")
     assert listed(rows) == [after(ids("abcd")), after(ids("defg"))]
-    (tmp_path / "a.jsonl").write_text('{"prompt": "", "completion": "ab"}\n{"text": "a"}')
-    rows = tokenize(folder, tmp_path / "a.jsonl", 3, tmp_path / "out")
+    rows = read(folder, {"prompt": "", "completion": "ab"}, {"text": "a"}, length=3)
     assert listed(rows) == [after(ids("ab"))]
     assert rows.report.dropped == {"it is empty": 1}
 
@@ -241,15 +240,11 @@ def test_rows_with_tokens_that_the_model_does_not_embed_are_left_out(tmp_path: P
     assert listed(rows) == [after(ids("abcde")), after(ids("hijk"))]
     assert rows.report.dropped == {"the model does not embed all of its tokens": 1}
     assert [line[:28] for line in rows.report.lost] == ["the token '<new>' (number 10"]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "<new>a"}))
     said = "no row is left: rows with a token that the model does not embed are left out"
     with pytest.raises(DataError, match=said):
-        tokenize(folder, tmp_path / "a.jsonl", 4, tmp_path / "out")
-    cut = {"text": "abcdefg<new>"}  # what is cut away costs nothing
-    (tmp_path / "a.jsonl").write_text(json.dumps(cut))
-    assert listed(tokenize(folder, tmp_path / "a.jsonl", 4, tmp_path / "out")) == [
-        after(ids("abcde"))
-    ]
+        read(folder, {"text": "<new>a"}, length=4)
+    cut = read(folder, {"text": "abcdefg<new>"}, length=4)  # what is cut away costs nothing
+    assert listed(cut) == [after(ids("abcde"))]
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,8 @@ from support.estimators import copy_of, mezo_of
 from support.fusing import fused_model
 from support.logits import engine_logits
 from support.lora import with_lora
-from support.models import (
-    CLOSE,
-    adapters_of,
-    model_of,
-    relative,
-    rows_of,
-)
-from support.runs import (
-    refuses,
-    train_arguments,
-)
+from support.models import CLOSE, adapters_of, model_of, relative, rows_of
+from support.runs import refuses, train_arguments
 
 from export.fused.model import FusedCheckpoint
 from runtime.core.errors import BundleError

@@ -31,32 +31,29 @@ def limit(
     return memory_limit_bytes(process)
 
 
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ({"a/b": "100"}, 100),
-        ({"a/b": "100", "a": "300"}, 100),
-        ({"a/b": "300", "a": "100"}, 100),
-        ({"a/b": NONE_V1, "a": "100", ".": NONE_V1}, 100),
-        ({"a/b": NONE_V1, "a": NONE_V1}, None),
-        ({"other": "100"}, None),
-    ],
-)
-def test_version_1(tmp_path: Path, limits: dict[str, str], expected: int | None) -> None:
-    groups = "9:name=systemd:/x\n4:cpu,memory:/a/b\n1:cpu:/other\n0::/other\n"
-    assert limit(tmp_path, ONE, groups, limits, V1) == expected
+OF_V1 = (ONE, "9:name=systemd:/x\n4:cpu,memory:/a/b\n1:cpu:/other\n0::/other\n", V1)
+OF_V2 = (TWO, "0::/a/b\n", V2)
 
 
 @pytest.mark.parametrize(
-    ("limits", "expected"),
+    ("version", "limits", "expected"),
     [
-        ({"a/b": "100"}, 100),
-        ({"a/b": NONE_V2, "a": "300"}, 300),
-        ({"a/b": NONE_V2, "a": NONE_V2}, None),
+        (OF_V1, {"a/b": "100"}, 100),
+        (OF_V1, {"a/b": "100", "a": "300"}, 100),
+        (OF_V1, {"a/b": "300", "a": "100"}, 100),
+        (OF_V1, {"a/b": NONE_V1, "a": "100", ".": NONE_V1}, 100),
+        (OF_V1, {"a/b": NONE_V1, "a": NONE_V1}, None),
+        (OF_V1, {"other": "100"}, None),
+        (OF_V2, {"a/b": "100"}, 100),
+        (OF_V2, {"a/b": NONE_V2, "a": "300"}, 300),
+        (OF_V2, {"a/b": NONE_V2, "a": NONE_V2}, None),
     ],
 )
-def test_version_2(tmp_path: Path, limits: dict[str, str], expected: int | None) -> None:
-    assert limit(tmp_path, TWO, "0::/a/b\n", limits, V2) == expected
+def test_the_smallest_limit_counts_of_a_group_and_those_around_it(
+    tmp_path: Path, version: tuple[str, str, str], limits: dict[str, str], expected: int | None
+) -> None:
+    mount, groups, file = version
+    assert limit(tmp_path, mount, groups, limits, file) == expected
 
 
 @pytest.mark.parametrize(("mount", "number", "file"), [(ONE, "4:memory", V1), (TWO, "0:", V2)])

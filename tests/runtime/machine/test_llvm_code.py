@@ -10,16 +10,7 @@ import pytest
 from support.bundles import Rng
 from support.compiled import require_compiled
 
-from runtime.machine.llvm_code import (
-    Aligned,
-    Code,
-    Integer,
-    Pointer,
-    Variable,
-    fma,
-    minimum,
-    where,
-)
+from runtime.machine.llvm_code import Aligned, Code, Integer, Pointer, Variable, fma, minimum, where
 from runtime.machine.machine_code import function
 
 LANES = 8

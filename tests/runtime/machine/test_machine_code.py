@@ -14,12 +14,7 @@ from types import FrameType
 import pytest
 from support.compiled import require_compiled
 
-from runtime.arrays import (
-    attention_text,
-    compiled_gates,
-    packed_rows,
-    product_text,
-)
+from runtime.arrays import attention_text, compiled_gates, packed_rows, product_text
 from runtime.core.errors import BudgetError, UsageError
 from runtime.machine import compiling_process, machine_code
 from runtime.machine.machine_code import Text, compile_all, function, lacking, why_not_kept
@@ -130,7 +125,7 @@ def test_texts_follow_from_the_sources_by_which_code_is_found(
 
 
 def test_what_cannot_be_compiled_or_mapped_is_said(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError, match=r"cannot compile .*pip uninstall llvmlite"):
         function("define void @f() { ret i32 }", 0)

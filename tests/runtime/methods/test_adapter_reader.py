@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from re import escape
 from typing import Any
 
 import ml_dtypes
@@ -24,6 +25,7 @@ from runtime.methods.adapter_reader import MOST_CONFIG_BYTES, AdapterFiles
 from runtime.methods.adapters import Adapters, lora_of
 
 Arrays = dict[str, np.ndarray]
+Theirs = Callable[[str], Path]
 WEIGHTS = {"peft": "adapter_model.safetensors", "mlx": "adapters.safetensors"}
 OF_ALL = {"layers_to_transform": None, "target_modules": "all-linear"}
 Q = "base_model.model.model.layers.1.self_attn.q_proj"
@@ -35,7 +37,7 @@ def bundle(tiny: Tiny) -> Bundle:
 
 
 @pytest.fixture
-def theirs(bundle: Bundle, rng: Rng, tmp_path: Path) -> Callable[..., Path]:
+def theirs(bundle: Bundle, rng: Rng, tmp_path: Path) -> Theirs:
     """theirs(form): a folder of that tool, which may be changed."""
 
     def make(form: str) -> Path:
@@ -62,22 +64,18 @@ def rewritten(folder: Path, form: str, change: Callable[[Arrays], Arrays]) -> Pa
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("form", WEIGHTS)
 def test_half_precision_is_converted_exactly(
-    bundle: Bundle, theirs: Callable[[str], Path], tmp_path: Path, form: str, dtype: Any
+    bundle: Bundle, theirs: Theirs, tmp_path: Path, form: str, dtype: Any
 ) -> None:
-    folder = rewritten(
-        theirs(form), form, lambda all_: {k: v.astype(dtype) for k, v in all_.items()}
-    )
+    def half(tensors: Arrays) -> Arrays:
+        return {name: np.array(value).astype(dtype) for name, value in tensors.items()}
+
+    folder = rewritten(theirs(form), form, half)
     ours = read_again(bundle, tmp_path / "ours")
-    rounded = {
-        name: np.array(value).astype(dtype).astype(np.float32)
-        for name, value in ours.tensors.items()
-    }
+    rounded = {name: value.astype(np.float32) for name, value in half(ours.tensors).items()}
     check_same(read_again(bundle, folder), Adapters(ours.manifest, rounded))
 
 
-def test_settings_follow_from_tensors_and_configuration(
-    bundle: Bundle, theirs: Callable[[str], Path]
-) -> None:
+def test_settings_follow_from_tensors_and_configuration(bundle: Bundle, theirs: Theirs) -> None:
     targets = ("down_proj", "k_proj", "q_proj")
     expected = LoraSettings(rank=3, alpha=5.0, targets=targets, layers=1, rslora=True)
     folder = theirs("peft")
@@ -106,7 +104,7 @@ def test_settings_follow_from_tensors_and_configuration(
 
 
 def test_keys_that_are_not_compared_take_no_time_of_each_pair(
-    bundle: Bundle, theirs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, theirs: Theirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted, close = [0], math.isclose
 
@@ -164,12 +162,12 @@ def test_keys_that_are_not_compared_take_no_time_of_each_pair(
     ids=str,
 )
 def test_what_is_not_plain_lora_is_refused_by_name(
-    bundle: Bundle, theirs: Callable[[str], Path], change: dict[str, Any], said: str
+    bundle: Bundle, theirs: Theirs, change: dict[str, Any], said: str
 ) -> None:
     folder = configured(theirs("peft"), **change)
-    with pytest.raises(BundleError) as refused:
+    with pytest.raises(BundleError, match=escape(said)) as refused:
         lora_of(folder, bundle.manifest)
-    assert said in str(refused.value) and "adapter_config.json" in str(refused.value)
+    assert "adapter_config.json" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +183,7 @@ def test_what_is_not_plain_lora_is_refused_by_name(
     ids=str,
 )
 def test_what_mlx_lm_would_leave_out_is_refused(
-    bundle: Bundle, theirs: Callable[[str], Path], change: dict[str, Any], said: str
+    bundle: Bundle, theirs: Theirs, change: dict[str, Any], said: str
 ) -> None:
     folder = theirs("mlx")
     if change.get("num_layers") == 1:
@@ -194,12 +192,11 @@ def test_what_mlx_lm_would_leave_out_is_refused(
     outer = {key: value for key, value in change.items() if key == "num_layers"}
     inner = {**config["lora_parameters"], **{k: v for k, v in change.items() if k not in outer}}
     configured(folder, lora_parameters=inner, **outer)
-    with pytest.raises(BundleError) as refused:
+    with pytest.raises(BundleError, match=escape(said)):
         lora_of(folder, bundle.manifest)
-    assert said in str(refused.value)
 
 
-def test_another_kind_of_mlx_lm_is_refused(bundle: Bundle, theirs: Callable[[str], Path]) -> None:
+def test_another_kind_of_mlx_lm_is_refused(bundle: Bundle, theirs: Theirs) -> None:
     with pytest.raises(BundleError, match="its adapter is 'dora'; only lora is supported"):
         lora_of(configured(theirs("mlx"), fine_tune_type="dora"), bundle.manifest)
 
@@ -228,7 +225,7 @@ def _with(name: str, value: np.ndarray) -> Callable[[Arrays], Arrays]:
     ],
 )
 def test_names_that_say_how_a_model_was_wrapped_are_read(
-    bundle: Bundle, theirs: Callable[[str], Path], tmp_path: Path, old: str, new: str
+    bundle: Bundle, theirs: Theirs, tmp_path: Path, old: str, new: str
 ) -> None:
     folder = rewritten(theirs("peft"), "peft", _renamed(old, new))
     check_same(read_again(bundle, folder), read_again(bundle, tmp_path / "ours"))
@@ -236,7 +233,7 @@ def test_names_that_say_how_a_model_was_wrapped_are_read(
 
 @pytest.mark.parametrize("older", [False, True])
 def test_adapters_of_mlx_vlm_are_read(
-    bundle: Bundle, theirs: Callable[[str], Path], tmp_path: Path, older: bool
+    bundle: Bundle, theirs: Theirs, tmp_path: Path, older: bool
 ) -> None:
     expected = read_again(bundle, tmp_path / "ours") if theirs("mlx") else None
     assert expected is not None
@@ -282,18 +279,17 @@ _TOWER = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.
 )
 def test_tensors_that_do_not_fit_are_refused(
     bundle: Bundle,
-    theirs: Callable[[str], Path],
+    theirs: Theirs,
     change: Callable[[Arrays], Arrays],
     said: str,
 ) -> None:
     folder = configured(rewritten(theirs("peft"), "peft", change), **OF_ALL)
-    with pytest.raises(BundleError) as refused:
+    with pytest.raises(BundleError, match=escape(said)):
         read_again(bundle, folder)
-    assert said in str(refused.value), str(refused.value)
 
 
 def test_another_rank_is_told_with_both_and_the_way_out(
-    bundle: Bundle, theirs: Callable[[str], Path], tmp_path: Path
+    bundle: Bundle, theirs: Theirs, tmp_path: Path
 ) -> None:
     alone = tmp_path / "alone.safetensors"
     (theirs("mlx") / WEIGHTS["mlx"]).rename(alone)
@@ -304,9 +300,7 @@ def test_another_rank_is_told_with_both_and_the_way_out(
     assert "there is no adapter_config.json" in said
 
 
-def test_only_errors_of_its_file_are_an_adapters(
-    bundle: Bundle, theirs: Callable[[str], Path]
-) -> None:
+def test_only_errors_of_its_file_are_an_adapters(bundle: Bundle, theirs: Theirs) -> None:
     files = AdapterFiles.at(theirs("peft"), bundle.manifest)
     with pytest.raises(OSError, match="of another file"), files.opened(3):
         raise OSError("of another file")
@@ -318,7 +312,7 @@ def test_only_errors_of_its_file_are_an_adapters(
 
 @pytest.mark.parametrize("form", ["mlx", "peft"])
 def test_a_configuration_that_is_far_too_large_is_not_read(
-    bundle: Bundle, theirs: Callable[[str], Path], form: str
+    bundle: Bundle, theirs: Theirs, form: str
 ) -> None:
     folder = theirs(form)
     config = folder / "adapter_config.json"
@@ -328,7 +322,7 @@ def test_a_configuration_that_is_far_too_large_is_not_read(
 
 
 def test_files_that_are_not_whole_are_refused(
-    bundle: Bundle, theirs: Callable[[str], Path], tmp_path: Path
+    bundle: Bundle, theirs: Theirs, tmp_path: Path
 ) -> None:
     folder = theirs("peft")
     config = (folder / "adapter_config.json").read_bytes()

@@ -97,7 +97,7 @@ def test_tensors_are_updated_together_to_the_bits_of_each_alone(
     assert evaluations <= 2 * queries or name not in ("sgd", "scaled")
 
 
-def test_averages_keep_nothing_but_the_windows_numbers(seed: int) -> None:
+def test_averages_keep_nothing_but_the_windows_numbers() -> None:
     descent = descent_of("adam", 3)
     for step in (0, 1, 2, 5, 6):
         descent.remember(Update(step, 0.1, (step / 2,), 0.0))

@@ -160,9 +160,7 @@ def test_what_needs_gradients_is_refused(tiny: Tiny, seed: int, method: str) -> 
 
 
 @pytest.mark.parametrize("case", ["mezo", *ORACLES])
-def test_a_damaged_state_is_refused(
-    tiny: Tiny, rng: Rng, seed: int, case: str, tmp_path: Path
-) -> None:
+def test_a_damaged_state_is_refused(tiny: Tiny, seed: int, case: str, tmp_path: Path) -> None:
     bundle = tiny("qwen2")
     config = config_of(case, seed)
     adapters = Adapters.initial(bundle.manifest, seed)

@@ -101,9 +101,10 @@ def test_a_method_is_one_file_and_one_line(tiny: Tiny, tmp_path: Path, copy: Pat
     common = ["--max-seq-length=24", "--batch-size=2", "--budget=200MB"]
     bundle, out = tiny("qwen2").path, tmp_path / "run"
     assert "dummy" in run(copy, "train", "--help").stdout
+    planning = ("plan", bundle, *common, "--json")
     plan, like = (
-        json.loads(run(copy, "plan", bundle, f"--method={name}", *common, "--json").stdout)
-        for name in ("dummy", "mebp")
+        json.loads(run(copy, *planning, f"--method={method}").stdout)
+        for method in ("dummy", "mebp")
     )
     assert plan["live_bytes"] == like["live_bytes"] and plan["gradient_bytes"] > 0
     assert plan["scratch_disk_bytes"] < like["scratch_disk_bytes"]  # it has no moments

@@ -12,20 +12,17 @@ import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
 from support.lengths import at_length, pairs
-from support.models import FAMILIES, Kept, adapters_of, agree, model_of, rows_of
+from support.models import FAMILIES, Kept, adapters_of, agree, mebp_of, model_of, rows_of
 from support.plans import LINUX, demand_of
 
 from runtime.arrays.values import Gradients
-from runtime.bundle.store import Bundle
 from runtime.core.errors import DivergedError
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
 from runtime.methods.clipping import Clipping
-from runtime.methods.mebp import MeBP
 from runtime.methods.optimizer import GROUP_VALUES, Optimizer, groups
 from runtime.plan.plan import Request, Task
 from runtime.plan.planner import Planner
-from runtime.storage.activations import Activations
 from runtime.storage.saves import VERSION
 
 
@@ -96,16 +93,6 @@ def test_the_librarys_rule_tensor_by_tensor(
 CLOSE = 1e-5
 
 
-def clipping_mebp(
-    bundle: Bundle, adapters: Adapters, optimizer: object, most: float, folder: Path, rows: int
-) -> MeBP:
-    model = model_of(bundle, 32)
-    shape = (1, 32, bundle.manifest.hidden_size)
-    scratch = Activations(folder, len(bundle.manifest.blocks), rows, shape)
-    clipping = Clipping(adapters, most, folder)
-    return MeBP(lambda length: model, adapters, scratch, optimizer, clipping=clipping)  # type: ignore[arg-type]
-
-
 def flat(parts: list[list[Row]]) -> list[tuple[np.ndarray, int]]:  # type: ignore[type-arg]
     return [(row.tokens, row.scored) for part in parts for row in part]
 
@@ -124,7 +111,9 @@ def test_gradients_are_the_dense_models_clipped(
         most = share * float(norm.item())  # type: ignore[arg-type]
         expected, _ = optim.clip_grad_norm(gradients, most)
         kept = Kept()
-        method = clipping_mebp(bundle, adapters, kept, most, tmp_path, len(parts[0]))
+        clipping = Clipping(adapters, most, tmp_path)
+        model, rows = model_of(bundle, 32), len(parts[0])
+        method = mebp_of(model, adapters, kept, tmp_path, rows, clipping=clipping)
         for _ in range(2):  # what stays from one step to the next must not matter
             kept.found.clear()
             result = method.step(0, 1e-3, parts)

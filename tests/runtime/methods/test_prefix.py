@@ -13,8 +13,8 @@ from oracles.estimators import MonolithicMeZO
 from oracles.prefix import keys_and_values, prefix_gradients
 from support.bundles import Rng, Tiny
 from support.estimators import copy_of, mezo_of, same
+from support.lora import prefix_of, with_prefix
 from support.models import agree, each_family, mebp, model_of, packed_of, rows_of
-from support.prefixes import prefix_of, with_prefix
 
 from runtime.core.errors import UsageError
 from runtime.methods.adapters import Adapters

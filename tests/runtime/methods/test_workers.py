@@ -26,7 +26,7 @@ from support.estimators import OPTIONS, config_of, rows_of, started
 from support.exchange import NEEDS_MPI, in_turn, processes
 from support.lengths import at_length
 from support.lora import with_lora
-from support.models import Kept, adapters_of, agree, model_of, relative, row_of
+from support.models import Kept, adapters_of, agree, mebp_of, model_of, relative, row_of
 from support.pair_loss import PairLoss
 from support.plans import LINUX
 from support.slices import held
@@ -257,19 +257,15 @@ def backpropagated(
     bundle = bundle.with_lora(msgspec.structs.replace(lora, dropout=case.get("dropout", 0.0)))
     model, adapters = model_of(bundle, 16, **TILES), adapters_of(bundle, rng)
     parts = [rows_of(bundle, rng, count) for count in case.get("rows", [2])]
-    shape = (1, 16, bundle.manifest.hidden_size)
     kept, most = Kept(), case.get("most", 0.0)
-    method = MeBP(
-        lambda length: model,
-        adapters,
-        Activations(folder, len(model.blocks), max(map(len, parts)), shape),
-        kept,  # type: ignore[arg-type]
+    method = mebp_of(
+        model, adapters, kept, folder, max(map(len, parts)),
         kept=[case.get("kept", 0)],
         clipping=Clipping(adapters, most, folder) if most else None,
         seed=seed,
         loss=case.get("loss", NextToken()),
         workers=Workers(exchange, data=1 if exchange.size == 1 else data),
-    )
+    )  # fmt: skip
     return kept.found, method.step(0, 1e-3, parts)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
-from support.estimators import mezo_of
-from support.models import adapters_of, mebp, model_of, rows_of
+from support.estimators import mezo_of, perturbed
+from support.models import adapters_of, mebp, mebp_of, model_of, rows_of
 from support.pair_loss import PairLoss, pair_loss, pair_slope
 
 from runtime.bundle.store import Bundle
@@ -18,10 +18,8 @@ from runtime.config.methods import OBJECTIVES, Entry
 from runtime.core.errors import UsageError
 from runtime.engine.sample import Row
 from runtime.methods.adapters import Adapters
-from runtime.methods.mebp import MeBP
 from runtime.methods.optimizer import Optimizer
 from runtime.objectives.objective import Loss, loss_of, objective_of
-from runtime.storage.activations import Activations
 
 EPSILON = 0.02
 LENGTHS = (31, 20, 27, 9)  # two pairs
@@ -60,12 +58,8 @@ def test_backpropagation_trains_with_it(tiny: Tiny, rng: Rng, tmp_path: Path, ha
     seed, trained = int(rng.integers(1 << 30)), []
     for name, rate in (("loss", 0.1), (half, 0.2)):
         adapters = Adapters.initial(bundle.manifest, seed)
-        shape = (1, model.bucket, bundle.manifest.hidden_size)
-        scratch = Activations(tmp_path, len(model.blocks), len(rows), shape)
-        running = MeBP(
-            lambda length: model, adapters, scratch, Optimizer(adapters, "sgd", 0.0, tmp_path),
-            loss=loss_of(name, None, "mebp"),
-        )  # fmt: skip
+        optimizer, loss = Optimizer(adapters, "sgd", 0.0, tmp_path), loss_of(name, None, "mebp")
+        running = mebp_of(model, adapters, optimizer, tmp_path, len(rows), loss=loss)
         results = [running.step(step, rate, [rows]) for step in range(3)]
         assert results[-1].loss.loss_sum < results[0].loss.loss_sum
         trained.append((results, adapters.tensors))
@@ -109,11 +103,7 @@ def test_forward_passes_see_pairs_of_rows(
     running = mezo_of(model, adapters, tmp_path, seed, len(rows), **more)
     means = []
     for by in (EPSILON, -EPSILON):
-        moved = {
-            name: value + running.noise.draw(0, 0, name, value.shape) * by
-            for name, value in adapters.tensors.items()
-        }
-        there = Adapters(bundle.manifest, moved)
+        there = perturbed(running, adapters, by)
         sums = [summed_loss(bundle, there, row) for row in rows]
         means.append((pair_loss(*sums[:2]) + pair_loss(*sums[2:])) / 2)
     result = running.step(0, 0.1, [rows])

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
-from support.estimators import mezo_of
+from support.estimators import ListedRows, mezo_of, perturbed
 from support.models import adapters_of, model_of, scored_logits
-from support.runs import adapter, here, metrics_of, succeeds, train_arguments
+from support.runs import adapter, metrics_of, refuses, succeeds, train_arguments
 
 from runtime.config.methods import OBJECTIVES
 from runtime.core.errors import DataError
@@ -27,19 +26,6 @@ from runtime.objectives.objective import objective_of
 
 EPSILON = 0.02
 SHARES = tuple(OBJECTIVES)[1:]
-
-
-class Listed:
-    """Rows in a list."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def row(self, index: int) -> tuple[Any, Any]:
-        return self.rows[index].tokens, self.rows[index].scored
 
 
 def share_of(name: str, model: Model, adapters: Adapters, rows: list[Row]) -> float:
@@ -73,7 +59,7 @@ def rows_of(model: Model, adapters: Adapters, rng: Rng) -> list[Row]:
 def method_of(
     model: Model, adapters: Adapters, folder: Path, seed: int, name: str, samples: Sequence[Sample]
 ) -> ZerothOrder:
-    rows = Listed([row for sample in samples for row in sample.rows])
+    rows = ListedRows([row for sample in samples for row in sample.rows])
     more = {"epsilon": EPSILON, "lanes": 3, "objective": objective_of(name, rows)}
     return mezo_of(model, adapters, folder, seed, len(samples), **more)
 
@@ -91,19 +77,7 @@ def test_numbers_are_differences_of_shares(
     samples: list[Sample] = [PackedRows(tuple(rows[:3])), *rows[3:7], PackedRows(tuple(rows[7:]))]
     method = method_of(model, adapters, tmp_path, seed, name, samples)
     plus, minus = (
-        share_of(
-            name,
-            model,
-            Adapters(
-                bundle.manifest,
-                {
-                    key: value + method.noise.draw(0, 0, key, value.shape) * by
-                    for key, value in adapters.tensors.items()
-                },
-            ),
-            rows,
-        )
-        for by in (EPSILON, -EPSILON)
+        share_of(name, model, perturbed(method, adapters, by), rows) for by in (EPSILON, -EPSILON)
     )
     result = method.step(0, 0.1, [samples])
     assert result.record is not None
@@ -139,10 +113,10 @@ def test_labels_are_the_first_tokens_of_answers() -> None:
         return Row(tokens, np.arange(1, 1 + len(targets)))
 
     asked = ("--objective labels", "training rows")
-    assert labels_of(Listed([row(9, 2), row(5, 2), row(9, 3)]), *asked).tolist() == [5, 9]
+    assert labels_of(ListedRows([row(9, 2), row(5, 2), row(9, 3)]), *asked).tolist() == [5, 9]
     with pytest.raises(DataError, match="all training rows begin with the same token"):
-        labels_of(Listed([row(9, 2), row(9, 3)]), *asked)
-    many = Listed([row(label) for label in range(MOST_LABELS + 5)])
+        labels_of(ListedRows([row(9, 2), row(9, 3)]), *asked)
+    many = ListedRows([row(label) for label in range(MOST_LABELS + 5)])
     with pytest.raises(DataError, match=r"first 257 training rows begin with 257 different"):
         labels_of(many, *asked)
 
@@ -168,8 +142,8 @@ def test_runs_with_an_objective(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_backpropagation_has_no_such_objective(tiny: Tiny, tmp_path: Path) -> None:
     bundle = tiny("qwen2", seq_lens=(16, 32)).path
-    refused = here(*train_arguments(bundle, tmp_path / "run", 2, method="mebp", objective="exact"))
-    assert refused.returncode == 2 and "exact has no gradient, which mebp" in refused.stderr
-    refused = here(*train_arguments(bundle, tmp_path / "run", 2, method="mezo", objective="labels"))
-    assert refused.returncode == 4 and "too many to be labels" in refused.stderr
+    exact = train_arguments(bundle, tmp_path / "run", 2, method="mebp", objective="exact")
+    refuses(2, "exact has no gradient, which mebp", *exact)
+    labels = train_arguments(bundle, tmp_path / "run", 2, method="mezo", objective="labels")
+    refuses(4, "too many to be labels", *labels)
     assert not (tmp_path / "run").exists()

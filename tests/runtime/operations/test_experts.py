@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from oracles import whole_model as reference
 from oracles.experts import experts
-from support.bundles import Rng, Tiny
+from support.bundles import Rng, Tiny, with_operations
 from support.models import adapters_of, check_gradients, model_of, packed_of, rows_of
 
 from runtime.arrays.stored import Block, Matrix
@@ -251,17 +251,15 @@ def test_operations_that_do_not_fit_their_weights_are_refused(
     tiny: Tiny, changes: dict[str, object], message: str
 ) -> None:
     manifest = tiny(FAMILY).manifest
-    block_type = manifest.block_types["layer0"]
-    operations = tuple(
-        replace(one, **changes) if isinstance(one, Experts) else one
-        for one in block_type.operations
-    )
-    types = {**manifest.block_types, "layer0": replace(block_type, operations=operations)}
     with pytest.raises(BundleError, match=message):
-        check_manifest(replace(manifest, block_types=types))
-    weights = operation_of(manifest).inputs[1]
-    values = {**block_type.values, weights: (1, T, 3)}
-    types["layer0"] = replace(block_type, values=values)
+        check_manifest(with_operations(manifest, "layer0", Experts, **changes))
+
+
+def test_weights_of_another_shape_are_refused(tiny: Tiny) -> None:
+    manifest = tiny(FAMILY).manifest
+    block_type, weights = manifest.block_types["layer0"], operation_of(manifest).inputs[1]
+    changed = replace(block_type, values={**block_type.values, weights: (1, T, 3)})
+    types = {**manifest.block_types, "layer0": changed}
     with pytest.raises(BundleError, match="weights of"):
         check_manifest(replace(manifest, block_types=types, graphs={}))
 

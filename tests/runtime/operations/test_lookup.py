@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from oracles import whole_model as reference
-from support.bundles import Rng, Tiny, settings
+from support.bundles import Rng, Tiny, settings, with_operations
 from support.generation import dense_logits
 from support.models import adapters_of, agree, check_gradients, mebp, model_of, packed_of, rows_of
 
@@ -121,17 +121,6 @@ def test_a_sequence_is_decoded_with_the_shared_cache(tiny: Tiny, rng: Rng) -> No
         assert np.abs(logits - others).max() <= 1e-5 * np.abs(others).max()
 
 
-def changed(manifest: Manifest, of: type, **changes: Any) -> Manifest:
-    """The manifest with fields of all operations of a kind changed in its last layer."""
-    name = manifest.layers[-1].type
-    block_type = manifest.block_types[name]
-    operations = tuple(
-        replace(one, **changes) if isinstance(one, of) else one for one in block_type.operations
-    )
-    types = {**manifest.block_types, name: replace(block_type, operations=operations)}
-    return replace(manifest, block_types=types)
-
-
 @pytest.mark.parametrize(
     ("of", "changes", "message"),
     [
@@ -147,7 +136,7 @@ def test_manifests_that_do_not_fit_are_refused(
     manifest = tiny(FAMILY).manifest
     check_manifest(manifest)
     with pytest.raises(BundleError, match=message):
-        check_manifest(changed(manifest, of, **changes))
+        check_manifest(with_operations(manifest, manifest.layers[-1].type, of, **changes))
 
 
 def test_a_block_takes_what_the_one_before_returns(tiny: Tiny) -> None:

@@ -221,7 +221,7 @@ def test_what_a_forward_keeps_is_what_the_planner_adds_up(
                 assert all(relative_error(a, b) < 1e-5 for a, b in pairs_of)
 
 
-def test_tiles_are_those_that_the_lowering_says(tiny: Tiny, rng: Rng) -> None:
+def test_tiles_are_those_that_the_lowering_says(tiny: Tiny) -> None:
     """The arithmetic of a GPU multiplies by whole matrices, unless they are in floating point."""
     bundle = tiny("llama", "mixed")
     manifest = bundle.manifest

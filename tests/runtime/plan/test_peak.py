@@ -33,7 +33,7 @@ from support.models import (
     model_of,
     rows_of,
 )
-from support.plans import LINUX, demand_of, peak_model_of, predicted, task_of
+from support.plans import COMPILED, demand_of, peak_model_of, predicted, task_of
 
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.store import Bundle
@@ -43,9 +43,7 @@ from runtime.engine.model import Model
 from runtime.engine.sample import PackedRows, Row, sample_bytes
 from runtime.methods.adapters import Adapters
 from runtime.methods.mebp import StepDropout
-from runtime.methods.noise import Noise
 from runtime.methods.protocol import StepResult
-from runtime.methods.zeroth.mezo import TwoPoint
 from runtime.methods.zeroth.zeroth_order import ZerothOrder
 from runtime.objectives.objective import Scored
 from runtime.operations.elementwise import Elementwise
@@ -56,7 +54,6 @@ from runtime.plan.block_peaks import ARRAY_BYTES, PeakModel
 from runtime.plan.lower import Sizes
 from runtime.plan.plan import Request, Task
 from runtime.run.budget import training
-from runtime.storage.activations import Activations
 from runtime.storage.scratch import MappedTensors
 
 # MLX allocates for up to ten operations ahead of those that have run, unless its memory limit is
@@ -210,10 +207,9 @@ def test_mezos_forwards_allocate_what_the_plan_says(
 def test_compiled_slices_have_no_array_for_their_activation(tiny: Tiny, rng: Rng) -> None:
     require_compiled()
     bundle, lanes = tiny("qwen2", seq_lens=(256,)), 8
-    machine = msgspec.structs.replace(LINUX, llvm=True)
     tiles = 200_000  # as wide as the MLP
     sizes = Sizes(tiles, 64, 0, slices=True)
-    peaks = peak_model_of(bundle.manifest, task_of(256, "mezo"), sizes, machine)
+    peaks = peak_model_of(bundle.manifest, task_of(256, "mezo"), sizes, COMPILED)
     choice = tiles, 64, peaks.execution.chunk_rows, True
     model = model_of(bundle, 256, "unpacked", *choice, compiled=True)
     found = Allocated()
@@ -446,14 +442,7 @@ def test_perturbed_copies_of_an_embeddings_adapter_are_counted(
     for name in scratch:
         scratch[name] = adapters.tensors.pop(name)
     model = model_of(bundle, 16)
-    method = ZerothOrder(
-        lambda tokens: model,
-        Adapters(bundle.manifest, scratch),
-        Activations(tmp_path, 1, 2, (1, 16, bundle.manifest.hidden_size)),
-        Noise(seed),
-        1e-3,
-        TwoPoint(),
-    )
+    method = mezo_of(model, Adapters(bundle.manifest, scratch), tmp_path, seed, 1)
     points = sorted(method.estimator.points)
     peaks = peak_model_of(bundle.manifest, task_of(16, "mezo"), Sizes(10_000, 16))
     found = Allocated()

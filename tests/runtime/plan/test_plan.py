@@ -15,7 +15,17 @@ import numpy as np
 import pytest
 from support.bundles import Tiny
 from support.layouts import STORED
-from support.plans import EVAL, LINUX, MAC, PLENTY, peak_model_of, plan_of, predicted, task_of
+from support.plans import (
+    COMPILED,
+    EVAL,
+    LINUX,
+    MAC,
+    PLENTY,
+    peak_model_of,
+    plan_of,
+    predicted,
+    task_of,
+)
 from support.runs import ondevice, succeeds, train_arguments
 
 from runtime.arrays.stored import FLOAT_BITS, Extent, Matrix
@@ -60,16 +70,15 @@ def test_a_plan_fits_its_budget_and_more_budget_never_buys_less(tiny: Tiny) -> N
 
 def test_compiled_code_needs_no_copies_and_mapped_weights_that_stay(tiny: Tiny) -> None:
     manifest, task = tiny("qwen2").manifest, task_of(32)
-    machine = msgspec.structs.replace(LINUX, llvm=True)
-    without, plan = (plan_of(manifest, task, PLENTY, each) for each in (LINUX, machine))
+    without, plan = (plan_of(manifest, task, PLENTY, each) for each in (LINUX, COMPILED))
     assert (without.compiled, plan.compiled) == (False, True)
     assert plan.materialized_bytes == 0 < without.materialized_bytes
     changed = deciding_differences(without, plan)
     assert "compiled False, where True follows from the rest" in changed
     trained = task._replace(demand=replace(task.demand, trains_weights=True))
-    assert not plan_of(manifest, trained, PLENTY, machine).compiled
+    assert not plan_of(manifest, trained, PLENTY, COMPILED).compiled
     cut = msgspec.structs.replace(manifest, slice=Slice(1, 2, "0" * 64))
-    assert not plan_of(cut, task, PLENTY, machine).compiled
+    assert not plan_of(cut, task, PLENTY, COMPILED).compiled
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -334,7 +343,7 @@ def test_sizes_are_those_of_the_task_that_is_asked_for(tiny: Tiny) -> None:
 def test_a_budget_is_spent_to_the_last_layer_that_fits(tiny: Tiny, family: str) -> None:
     """Layers keep values one after another; what layers keep of their MLPs depends on bytes."""
     manifest, task = tiny(family, seq_lens=(256,)).manifest, task_of(256)
-    planner = Planner(manifest, msgspec.structs.replace(LINUX, llvm=True))
+    planner = Planner(manifest, COMPILED)
     most = planner.plan(task, PLENTY)
     known = set()
     for budget in np.linspace(most.minimum_bytes, 1.1 * most.predicted_peak_bytes, 40):

@@ -35,17 +35,10 @@ WATCHED = {
 
 
 def found(losses: dict[str, float]) -> dict[str, Evaluation]:
-    return {
-        when: Evaluation(
-            loss=loss if math.isfinite(loss) else None,
-            perplexity=None,
-            accuracy=0.5,
-            exact=0.0,
-            scored_tokens=9,
-            rows=3,
-        )
-        for when, loss in losses.items()
-    }
+    """Evaluations by when they were made."""
+    rest = {"perplexity": None, "accuracy": 0.5, "exact": 0.0, "scored_tokens": 9, "rows": 3}
+    known = {when: loss if math.isfinite(loss) else None for when, loss in losses.items()}
+    return {when: Evaluation(loss=loss, **rest) for when, loss in known.items()}
 
 
 def test_the_lowest_loss_is_the_best_and_the_first_of_equals() -> None:

@@ -16,13 +16,7 @@ from support.bfloat16 import with_rounded_products
 from support.bundles import Tiny
 from support.lora import with_lora
 from support.plans import LINUX, MAC, predicted, task_of
-from support.runs import (
-    here,
-    metrics_of,
-    refuses,
-    succeeds,
-    train_arguments,
-)
+from support.runs import here, metrics_of, refuses, succeeds, train_arguments
 
 from runtime.bundle.manifest import Slice
 from runtime.config.train import PlanConfig
@@ -143,15 +137,8 @@ def test_a_resumed_run_does_not_round_without_compiled_code(
     monkeypatch.setattr(machine_code, "lacking", lambda: "llvmlite has gone")
     refuses(2, "llvmlite has gone", "train", "--resume", run, "--steps", 2)
     monkeypatch.setattr(compute_dtype, "lacking", lambda: "")
-    refuses(
-        2,
-        "which the machine does not run; give float32, in a new run",
-        "train",
-        "--resume",
-        run,
-        "--steps",
-        2,
-    )
+    said = "which the machine does not run; give float32, in a new run"
+    refuses(2, said, "train", "--resume", run, "--steps", 2)
 
 
 def test_a_plan_counts_rounded_factors(tiny: Tiny) -> None:

@@ -16,9 +16,9 @@ from support.compiled import require_compiled
 from support.generation import dense_logits
 from support.layouts import LAYOUTS, WITH_EXPERTS
 from support.lengths import pairs
+from support.lora import prefix_of, with_prefix
 from support.models import FAMILIES, MIXERS, adapters_of, each_family
-from support.plans import LINUX
-from support.prefixes import prefix_of, with_prefix
+from support.plans import COMPILED
 from support.random_types import random_bundle
 
 from runtime.adapters.lora import LoraSettings
@@ -56,8 +56,7 @@ def test_what_decodes_sees_the_prefix(tiny: Tiny, rng: Rng, family: str) -> None
     adapters, tokens = prefix_of(bundle, rng), tokens_of(bundle, rng, 90)
     expected = prefix_logits(bundle, adapters, tokens)
     decoder = Decoder(open_session(bundle, plan_of(bundle)), adapters)
-    for end, logits in read_in_parts(decoder, tokens, rng).items():
-        assert agrees(logits, expected[end - 1]), end
+    check_parts(decoder, tokens, rng, expected)
 
 
 def test_a_token_takes_no_larger_tiles_because_code_is_compiled(tiny: Tiny) -> None:
@@ -98,6 +97,16 @@ def read_in_parts(decoder: Decoder, tokens: list[int], rng: Rng) -> dict[int, An
     return found
 
 
+def check_parts(decoder: Decoder, tokens: list[int], rng: Rng, expected: Any) -> None:
+    for end, logits in read_in_parts(decoder, tokens, rng).items():
+        assert agrees(logits, expected[end - 1]), end
+
+
+def without_adapters(bundle: Bundle) -> Decoder:
+    adapters = Adapters.applied(to_apply(None, bundle).manifest, None)
+    return Decoder(open_session(bundle, plan_of(bundle)), adapters)
+
+
 @pytest.mark.parametrize(("family", "kind"), pairs([*FAMILIES, *MIXERS, "gemma4"], PLANS))
 def test_logits_are_those_of_the_whole(tiny: Tiny, rng: Rng, family: str, kind: str) -> None:
     """Beyond Gemma's window of 16, the longest bucket of 64, with adapters of every matrix."""
@@ -110,8 +119,7 @@ def test_logits_are_those_of_the_whole(tiny: Tiny, rng: Rng, family: str, kind: 
     tokens = tokens_of(bundle, rng, 80)
     expected = dense_logits(bundle, adapters, tokens)
     decoder = Decoder(open_session(bundle, plan_of(bundle, kind)), adapters)
-    for end, logits in read_in_parts(decoder, tokens, rng).items():
-        assert agrees(logits, expected[end - 1])
+    check_parts(decoder, tokens, rng, expected)
 
 
 @pytest.mark.parametrize(("family", "layouts"), [("", one) for one in LAYOUTS] + [WITH_EXPERTS])
@@ -126,8 +134,7 @@ def test_matrices_of_any_layout_are_decoded(
     in_place = ["in place"] if plan_decoding(bundle, 10**9, CONTEXT).in_place else []
     for kind in ("frugal", "half", *in_place):
         decoder = Decoder(open_session(bundle, plan_of(bundle, kind)), adapters)
-        for end, logits in read_in_parts(decoder, tokens, rng).items():
-            assert agrees(logits, expected[end - 1])
+        check_parts(decoder, tokens, rng, expected)
         if (products := decoder.session.in_place) is not None:  # each once, as the plan counts them
             kept, vectors = products.vectors, bundle.manifest.vectors
             assert kept and all(kept[name].size == math.prod(vectors[name].shape) for name in kept)
@@ -142,8 +149,7 @@ def test_halves_of_one_matrix_and_mlps_without_a_gate_are_decoded(
     expected = dense_logits(bundle, adapters, tokens)
     for kind in ("frugal", "in place"):
         decoder = Decoder(open_session(bundle, plan_of(bundle, kind)), adapters)
-        for end, logits in read_in_parts(decoder, tokens, rng).items():
-            assert agrees(logits, expected[end - 1])
+        check_parts(decoder, tokens, rng, expected)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llama", "lfm2"])
@@ -151,8 +157,7 @@ def test_a_sequence_that_is_taken_up_again_is_read_from_where_it_parts(
     tiny: Tiny, rng: Rng, family: str
 ) -> None:
     bundle = tiny(family)
-    adapters = Adapters.applied(to_apply(None, bundle).manifest, None)
-    decoder = Decoder(open_session(bundle, plan_of(bundle)), adapters)
+    decoder = without_adapters(bundle)
     tokens = tokens_of(bundle, rng, 90)
     read_in_parts(decoder, tokens, rng)
     before = len(tokens)
@@ -175,12 +180,10 @@ def test_a_sequence_that_is_taken_up_again_is_read_from_where_it_parts(
 
 
 def test_a_token_is_multiplied_where_weights_lie_if_they_can_be(tiny: Tiny) -> None:
-    machine, request = replace(LINUX, llvm=True), Request(CHUNK_TOKENS, False, context=CONTEXT)
+    task = Task(Request(CHUNK_TOKENS, False, context=CONTEXT), decoding(CONTEXT))
 
     def plan(bundle: Bundle, budget_bytes: int) -> Plan:
-        return Planner(bundle.manifest, machine).plan(
-            Task(request, decoding(CONTEXT)), budget_bytes
-        )
+        return Planner(bundle.manifest, COMPILED).plan(task, budget_bytes)
 
     generous = plan(tiny("qwen2"), 10**9)
     assert generous.in_place
@@ -224,8 +227,7 @@ def test_products_in_place_are_those_of_the_values(
 def test_a_state_goes_on_from_the_last_token_alone(tiny: Tiny, rng: Rng) -> None:
     """What preceded an earlier one is not kept; then all is read again, from a state of zeros."""
     bundle = tiny("qwen3_5")
-    adapters = Adapters.applied(to_apply(None, bundle).manifest, None)
-    decoder = Decoder(open_session(bundle, plan_of(bundle)), adapters)
+    decoder = without_adapters(bundle)
     tokens = tokens_of(bundle, rng, 60)
     read_in_parts(decoder, tokens[:40], rng)
     another = 1 - min(tokens[59], 1)
@@ -238,8 +240,7 @@ def test_a_state_goes_on_from_the_last_token_alone(tiny: Tiny, rng: Rng) -> None
 
 def test_no_more_is_read_than_the_context_holds(tiny: Tiny, rng: Rng) -> None:
     bundle = tiny("qwen2")
-    adapters = Adapters.applied(to_apply(None, bundle).manifest, None)
-    decoder = Decoder(open_session(bundle, plan_of(bundle)), adapters)
+    decoder = without_adapters(bundle)
     tokens = tokens_of(bundle, rng, CONTEXT)
     logits = decoder.read(tokens)
     assert agrees(logits, dense_logits(bundle, None, tokens)[-1])

@@ -11,13 +11,13 @@ import pytest
 from support.bundles import Tiny
 from support.exchange import on_workers
 from support.plans import LINUX
+from support.runs import on_machine
 
 from runtime.config.train import TrainConfig
 from runtime.core.errors import StorageError
-from runtime.machine.footprint import Meter
 from runtime.parallel.exchange import Exchange
 from runtime.parallel.workers import Workers
-from runtime.run import budget, disk, resume, start
+from runtime.run import disk, resume, start
 from runtime.run.folder import RunFolder
 from runtime.run.results import Events
 from runtime.run.team import Team
@@ -31,14 +31,6 @@ def config_of(tiny: Tiny, run: Path, **options: object) -> TrainConfig:
         bundle=str(tiny("gemma3").path), data="random:5", output=str(run), steps=2, save_every=1,
         keep=2, **options,
     )  # type: ignore[arg-type]  # fmt: skip
-
-
-class Unwatched(Meter):
-    """Never over budget: the process of the tests is larger than the one that is planned for."""
-
-    @property
-    def over_budget(self) -> bool:
-        return False
 
 
 @pytest.mark.parametrize(
@@ -55,8 +47,7 @@ class Unwatched(Meter):
 def test_every_file_is_counted(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(budget, "this_machine", lambda *asked: LINUX)
-    monkeypatch.setattr(start, "Meter", Unwatched)
+    on_machine(monkeypatch, LINUX)
     made: dict[str, int] = {}
     checked: dict[str, int] = {}
 

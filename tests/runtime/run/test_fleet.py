@@ -447,9 +447,7 @@ def test_another_bundle_is_refused(stage: Stage, bundle: Path, tmp_path: Path) -
     stage.trains(at, 1)
 
 
-def test_another_training_in_the_folder_is_refused(
-    stage: Stage, bundle: Path, tmp_path: Path
-) -> None:
+def test_another_training_in_the_folder_is_refused(stage: Stage, tmp_path: Path) -> None:
     stage.trains(lambda step: step == 1 and stage.join(), 3)
     device, other = stage.devices[0], tmp_path / "other"
     with pytest.raises(UsageError, match="another training, whose log begins with the SHA-256"):

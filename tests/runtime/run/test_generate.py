@@ -40,11 +40,15 @@ def text_of(tokens: list[int]) -> str:
     return str(make_tokenizer().decode(tokens))
 
 
+def answer(bundle: Bundle, prompt: list[int], count: int) -> str:
+    """The text of so many tokens that the dense model adds to a prompt."""
+    return text_of(prompt + continued(bundle, prompt, count)).removeprefix(text_of(prompt))
+
+
 def test_it_says_what_the_dense_model_would(
     bundle: Bundle, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompt = [BOS, *ids("the cat ")]
-    wanted = text_of(prompt + continued(bundle, prompt, 12)).removeprefix(text_of(prompt))
+    wanted = answer(bundle, [BOS, *ids("the cat ")], 12)
     found = list(pieces(bundle, "the cat ", None, 12))
     assert "".join(found) == wanted and len(found) == 12
     command = ["generate", str(bundle.path), "--prompt", "the cat ", "--max-tokens", "12"]
@@ -53,11 +57,8 @@ def test_it_says_what_the_dense_model_would(
 
 
 def test_a_chat_is_answered_by_the_template(bundle: Bundle) -> None:
-    prompt = ids("Q: cat\nA: ")  # no token but those that the template writes
-    tokens = continued(bundle, prompt, 6)
-    path = str(bundle.path)
-    wanted = text_of(prompt + tokens).removeprefix(text_of(prompt))
-    assert "".join(pieces(path, "cat", None, 6, chat=True)) == wanted
+    wanted = answer(bundle, ids("Q: cat\nA: "), 6)  # no token but those that the template writes
+    assert "".join(pieces(str(bundle.path), "cat", None, 6, chat=True)) == wanted
     assert ChatTemplate(bundle.path / "tokenizer").ending == ""
 
 
@@ -67,8 +68,7 @@ def test_an_answer_ends_where_the_template_ends_it(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
     """An ending of ordinary tokens is not shown, and ends nothing before it is whole."""
-    prompt = ids("Q: cat\nA: ")
-    whole = text_of(prompt + continued(bundle, prompt, 12)).removeprefix(text_of(prompt))
+    whole = answer(bundle, ids("Q: cat\nA: "), 12)
     ending = whole[5 : 5 + length]
     monkeypatch.setattr(ChatTemplate, "ending", property(lambda self: ending))
     found = list(pieces(bundle, "cat", None, 12, chat=True))
@@ -120,7 +120,7 @@ def test_a_sequence_is_no_longer_than_the_model_was_made_for(
 ) -> None:
     """Which is longer than the longest sequence bucket, of 32 tokens."""
     prompt = [BOS, *ids("the cat ")]
-    wanted = text_of(prompt + continued(bundle, prompt, 50)).removeprefix(text_of(prompt))
+    wanted = answer(bundle, prompt, 50)
     long = generating(bundle, "the cat ", max_tokens=50)
     assert "".join(long) == wanted
     assert long.result.stopped == "max_tokens" and long.result.generated_tokens == 50
@@ -196,8 +196,7 @@ def test_an_error_of_the_caller_ends_the_measurement(bundle: Bundle) -> None:
 def test_the_system_speaks_first(tmp_path: Path) -> None:
     template = "{% for one in messages %}{{ one.role[0] }}: {{ one.content }}\n{% endfor %}"
     bundle = text_bundle(tmp_path, template)
-    prompt = ids("s: dog\nu: cat\n")
-    wanted = text_of(prompt + continued(bundle, prompt, 5)).removeprefix(text_of(prompt))
+    wanted = answer(bundle, ids("s: dog\nu: cat\n"), 5)
     assert "".join(generating(bundle, "cat", chat=True, system="dog", max_tokens=5)) == wanted
     with pytest.raises(UsageError, match="give --chat"):
         generating(bundle, "cat", system="dog")

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from safetensors.numpy import load_file
 from support.bundles import Tiny
-from support.plans import LINUX, plan_of, task_of
-from support.runs import adapter, replaced
+from support.plans import COMPILED, LINUX, plan_of, task_of
+from support.runs import adapter, on_machine, replaced
 
 from runtime.arrays.attention_scratch import scratch_values
 from runtime.config.base import load
@@ -21,8 +21,7 @@ from runtime.config.train import TrainConfig
 from runtime.core.errors import BudgetError, BundleError, UsageError
 from runtime.core.version import __version__
 from runtime.machine.backend import PANEL_BYTES, ROW_BYTES, arithmetic
-from runtime.machine.footprint import Meter
-from runtime.machine.machine import Blas, Heap, Machine
+from runtime.machine.machine import Blas, Heap
 from runtime.operations.values import F32
 from runtime.plan.block_peaks import BlockPeak
 from runtime.plan.plan import FACTS, Plan, deciding_differences
@@ -41,24 +40,13 @@ BUDGET = 41_000_000
 STEPS, STOPPED_AFTER = 4, 3
 
 
-class Unwatched(Meter):
-    """Never over budget: the process of the tests is larger than the one that is planned for."""
-
-    @property
-    def over_budget(self) -> bool:
-        return False
-
-
 class StoppedError(Exception):
     """What ends a run in the middle."""
 
 
 def on(monkeypatch: pytest.MonkeyPatch, **facts: object) -> None:
     """Let this machine be the written down one, with other facts."""
-    machine: Machine = msgspec.structs.replace(LINUX, **facts)
-    monkeypatch.setattr(budget, "this_machine", lambda *asked: machine)
-    monkeypatch.setattr(start, "Meter", Unwatched)
-    monkeypatch.setattr(resume, "Meter", Unwatched)
+    on_machine(monkeypatch, msgspec.structs.replace(LINUX, **facts))
 
 
 def stopping(step: Step, total: int) -> None:
@@ -88,8 +76,15 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pa
 
 
 @pytest.fixture
-def stopped(runs: tuple[Path, Path], tmp_path: Path) -> Path:
+def stopped(runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the stopped run, on the machine that planned it."""
+    on(monkeypatch)
     return Path(shutil.copytree(runs[1], tmp_path / "stopped"))
+
+
+@pytest.fixture
+def whole(runs: tuple[Path, Path]) -> Path:
+    return runs[0]
 
 
 def plan_in(run: Path) -> Plan:
@@ -120,11 +115,7 @@ def test_plan_json_is_the_plan(runs: tuple[Path, Path]) -> None:
     [(-2_000_000, None), (0, None), (500_000, None), (0, "41000kB")],
 )
 def test_a_process_of_another_size_that_still_fits_executes_the_stored_plan(
-    runs: tuple[Path, Path],
-    stopped: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    more: int,
-    budget: str | None,
+    whole: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch, more: int, budget: str | None
 ) -> None:
     before = plan_in(stopped)
     assert before.predicted_peak_bytes + more <= BUDGET
@@ -132,13 +123,12 @@ def test_a_process_of_another_size_that_still_fits_executes_the_stored_plan(
     plan, said = resumed(stopped, budget)
     assert plan == before
     assert "planned anew" not in said and f"resuming after step {STOPPED_AFTER}" in said
-    assert adapter(stopped) == adapter(runs[0])
+    assert adapter(stopped) == adapter(whole)
 
 
 def test_another_arithmetic_than_that_of_the_save_is_said(
     stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on(monkeypatch)
     here = arithmetic()
     monkeypatch.setattr(resume, "arithmetic", lambda: {**here, "the BLAS": "another"})
     _, said = resumed(stopped)
@@ -146,7 +136,7 @@ def test_another_arithmetic_than_that_of_the_save_is_said(
 
 
 def test_a_run_is_not_resumed_beyond_the_systems_limit(
-    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(monkeypatch, limit_bytes=BUDGET - 1)
     with pytest.raises(BudgetError, match="the memory limit under which this process runs"):
@@ -155,11 +145,11 @@ def test_a_run_is_not_resumed_beyond_the_systems_limit(
     plan, said = resumed(stopped)
     assert plan.limit_bytes == BUDGET + 1_000_000
     assert "planned anew" not in said and "leaves 1 MB beside the budget of 41 MB" in said
-    assert adapter(stopped) == adapter(runs[0])
+    assert adapter(stopped) == adapter(whole)
 
 
 def test_the_plan_of_the_run_decides_and_not_the_machine(
-    tiny: Tiny, runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, whole: Path, stopped: Path
 ) -> None:
     """What another machine would choose by itself has other sizes."""
     before = plan_in(stopped)
@@ -167,19 +157,17 @@ def test_the_plan_of_the_run_decides_and_not_the_machine(
     stored = planner.predict(task, LEVELS[-1], BUDGET, before.minimum_bytes)
     assert stored.tile_values != before.tile_values and not stored.kept_layers
     replaced(stopped, "plan.json", plan_bytes(stored).decode())
-    on(monkeypatch)
     plan, said = resumed(stopped)
     assert plan == stored and "planned anew" not in said
-    for name, value in load_file(runs[0] / "adapters.safetensors").items():
+    for name, value in load_file(whole / "adapters.safetensors").items():
         assert load_file(stopped / "adapters.safetensors")[name] == pytest.approx(value, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["attention_block", "kept_products", "kept_layers"])
 def test_a_new_plan_that_rounds_otherwise_says_so(
-    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    stopped: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """An MLP in slices rounds otherwise than a whole one; what else is kept changes no bit."""
-    on(monkeypatch)
     before = plan_in(stopped)
     assert before.kept_products
     least = {"kept_layers": before.kept_layers, name: getattr(before, name) - 1}
@@ -191,10 +179,7 @@ def test_a_new_plan_that_rounds_otherwise_says_so(
     assert "planned anew" in said and ("last bits" in said) == (name != "kept_layers")
 
 
-def test_another_budget_is_planned_anew_and_said(
-    runs: tuple[Path, Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on(monkeypatch)
+def test_another_budget_is_planned_anew_and_said(stopped: Path) -> None:
     before = plan_in(stopped)
     plan, said = resumed(stopped, "39MB")
     assert "the run is planned anew: the budget is 39 MB, no longer 41 MB" in said
@@ -249,20 +234,24 @@ def changed(plan: Plan, name: str) -> Plan:
     return msgspec.structs.replace(plan, **{name: other})
 
 
+def plan_again(run: Path, stored: Plan) -> tuple[Plan, list[str]]:
+    """The plan with which a run goes on that has stored this one, and what is said."""
+    replaced(run, "plan.json", plan_bytes(stored).decode())
+    config = load(TrainConfig, run / "config.toml", {})
+    config, bundle = to_resume(config, open_checked(config.bundle))
+    said: list[str] = []
+    plan = resume._plan_again(config, bundle, RunFolder(run), Events(note=said.append), workers=1)
+    return plan, said
+
+
 def test_no_field_of_a_plan_changes_in_silence(
     stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is changed, and the checksum with it: the plan is what follows from its choices."""
-    on(monkeypatch)
     before = plan_in(stopped)
-    config = load(TrainConfig, stopped / "config.toml", {})
-    config, bundle = to_resume(config, open_checked(config.bundle))
     monkeypatch.setattr(Planner, "plan", lambda *wanted: before)
     for name in Plan.__struct_fields__:
-        replaced(stopped, "plan.json", plan_bytes(changed(before, name)).decode())
-        said: list[str] = []
-        events = Events(note=said.append)
-        plan = resume._plan_again(config, bundle, RunFolder(stopped), events, workers=1)
+        plan, said = plan_again(stopped, changed(before, name))
         assert not deciding_differences(plan, before), (name, said)
         assert len(said) == 1 + (name == "threads"), (name, said)  # they change what is smallest
         assert ("planned anew" in said[0]) != (name in FACTS), (name, said)
@@ -277,19 +266,13 @@ def test_no_field_of_a_plan_changes_in_silence(
     ],
 )
 def test_a_run_whose_plan_was_changed_goes_on_to_the_same_bits(
-    runs: tuple[Path, Path],
-    stopped: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    value: int,
-    told: str,
+    whole: Path, stopped: Path, name: str, value: int, told: str
 ) -> None:
-    on(monkeypatch)
     other = msgspec.structs.replace(plan_in(stopped), **{name: value})
     replaced(stopped, "plan.json", plan_bytes(other).decode())
     _, said = resumed(stopped)
     assert told in said
-    assert adapter(stopped) == adapter(runs[0])
+    assert adapter(stopped) == adapter(whole)
 
 
 def test_another_arithmetic_is_planned_anew_and_said(
@@ -343,8 +326,7 @@ def damaged(text: str) -> dict[str, str]:
     }
 
 
-def test_a_damaged_plan_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch)
+def test_a_damaged_plan_is_refused(stopped: Path) -> None:
     path = stopped / "plan.json"
     before = adapter(stopped)
     for what, text in damaged(path.read_text()).items():
@@ -385,14 +367,9 @@ def test_options_beyond_todays_bounds_are_named_with_the_way_out(stopped: Path) 
     ],
 )
 def test_a_run_of_another_version_is_refused_before_its_fields(
-    tiny: Tiny,
-    stopped: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stamps: dict[str, object],
-    told: str,
+    tiny: Tiny, stopped: Path, stamps: dict[str, object], told: str
 ) -> None:
     """Whatever differs in its files, the message is the same, and its way out works."""
-    on(monkeypatch)
     before = json.loads((stopped / "plan.json").read_text())
     assert before["version"] == VERSION and before["written_by"] == f"ondevice {__version__}"
     config = (stopped / "config.toml").read_text()
@@ -439,12 +416,8 @@ def planned_again(
     """The plan with which a run goes on where so many threads run, and what is said."""
     blas = msgspec.structs.replace(THREADED.blas, threads=threads)
     on(monkeypatch, llvm=True, blas=blas)
-    replaced(run, "plan.json", plan_bytes(before).decode())
-    config = load(TrainConfig, run / "config.toml", {})
-    config, bundle = to_resume(config, open_checked(config.bundle))
-    notes: list[str] = []
-    plan = resume._plan_again(config, bundle, RunFolder(run), Events(note=notes.append), workers=1)
-    return plan, "\n".join(notes)
+    plan, said = plan_again(run, before)
+    return plan, "\n".join(said)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -477,7 +450,7 @@ def test_threads_for_which_the_plan_is_too_large_are_said(
 def test_a_worker_without_compiled_code_refuses_a_plan_that_takes_it(tiny: Tiny) -> None:
     manifest = tiny("gemma3").manifest
     task = task_of(32)
-    compiled = Planner(manifest, msgspec.structs.replace(LINUX, llvm=True))
+    compiled = Planner(manifest, COMPILED)
     chosen = compiled.plan(task, BUDGET)
     assert chosen.compiled
     assert budget.plan_of_first(chosen, compiled, task, BUDGET) == chosen

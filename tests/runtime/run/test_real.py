@@ -47,7 +47,7 @@ def row(gemma: Bundle) -> Row:
     return Row(np.array(ids, np.int32), np.arange(len(ids) - 1))
 
 
-def test_logits_are_mlx_lms(gemma: Bundle, row: Row, tmp_path: Path) -> None:
+def test_logits_are_mlx_lms(gemma: Bundle, row: Row) -> None:
     session = open_session(gemma, plan_of(gemma.manifest, task_of(64), 300_000_000))
     model = session.model(len(row.inputs))
     x = model.embed(row.inputs)

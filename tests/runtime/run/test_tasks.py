@@ -88,9 +88,8 @@ def test_rows_without_labels_are_refused(
     bundle: Bundle, tmp_path: Path, rows: list[tuple[str, str]], said: str
 ) -> None:
     data = write(tmp_path / "valid.jsonl", rows)
-    done = here("eval", bundle.path, f"--data={data}", "--task=labels")
-    assert done.returncode == 4 and "--task labels: the answers of all rows" in done.stderr
-    assert said in done.stderr
+    done = refuses(4, said, "eval", bundle.path, f"--data={data}", "--task=labels")
+    assert "--task labels: the answers of all rows" in done.stderr
 
 
 @pytest.mark.parametrize(

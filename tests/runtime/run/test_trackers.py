@@ -178,7 +178,7 @@ def test_what_is_missing_or_refused_is_said(
             pass
 
 
-def test_nothing_is_imported_unless_asked_for(tmp_path: Path) -> None:
+def test_nothing_is_imported_unless_asked_for() -> None:
     code = (
         "import sys\nimport ondevice.cli.main, runtime.run.start\n"
         "unwanted = {'tensorboardX', 'wandb', 'datasets', 'transformers', 'mlx_lm', 'torch'}\n"

@@ -10,14 +10,7 @@ import pytest
 from oracles import whole_model as reference
 from support.bundles import Rng, Tiny
 from support.lengths import pairs
-from support.models import (
-    FAMILIES,
-    adapters_of,
-    check_gradients,
-    each_family,
-    model_of,
-    rows_of,
-)
+from support.models import FAMILIES, adapters_of, check_gradients, each_family, model_of, rows_of
 from support.plans import plan_of, task_of
 
 from export.sources.open import open_checkpoint
@@ -67,7 +60,7 @@ def test_tiles_and_chosen_rows_are_the_readers(tiny: Tiny, rng: Rng) -> None:
         assert (np.array(weights.vector(name)) == checkpoint.rows(name, 0, extent.shape[0])).all()
 
 
-def test_a_row_is_read_once_however_often_it_is_chosen(tiny: Tiny, rng: Rng) -> None:
+def test_a_row_is_read_once_however_often_it_is_chosen(tiny: Tiny) -> None:
     checkpoint, bundle, _ = opened(tiny, "qwen2")
     reader, matrix = Counting(checkpoint), bundle.manifest.matrices["model.embed_tokens"]
     RowWeights(bundle.manifest, reader).gather(matrix, np.array([7, 3, 7, 9, 8, 3, 0]))
