@@ -38,8 +38,7 @@ class SharedFolder:
     def names(self) -> list[str]:
         """The names of all files but hidden ones; none while the folder cannot be reached."""
         try:
-            names = [path.name for path in self.path.iterdir()]
-            return [name for name in names if not name.startswith((".", "~"))]
+            return [path.name for path in self.path.iterdir() if path.name[0] not in ".~"]
         except OSError:
             return []
 
