@@ -79,7 +79,7 @@ class Matrices:
         return products.team if isinstance(products, CompiledProducts) else None
 
     def part(self, matrix: Matrix, start: int, stop: int, by_columns: bool = False) -> ReadyTile:
-        """Rows or columns of a matrix of which no tile stays dequantized."""
+        """Rows start:stop of a matrix, or columns, read and dequantized anew."""
         if self.mapped is not None and not (self.packed or matrix.is_float):
             with self.profile.span("unpack"):
                 values = MapTile(matrix, self.mapped.mapped(matrix, start, stop, by_columns))
