@@ -39,7 +39,7 @@ from runtime.run.team import Team
 
 STEPS = 2
 EVALUATED = {"eval_data": "random:3", "eval_rows": 3, "eval_every": 1, "batch_size": 2}
-UNCOMPILED = {"arithmetic": "packed"}  # as only weights in a map can be
+UNCOMPILED = {"arithmetic": "packed"}  # compiled code needs whole weights
 CASES: dict[str, dict[str, Any]] = {
     "full": {"method": "mezo", "parallel": "data=2"},
     "mezo": {"method": "mezo", "parallel": "perturb=2", **UNCOMPILED},
