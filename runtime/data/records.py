@@ -173,11 +173,11 @@ def _text(file: Path, encoding: str) -> str:
 def _loaded(text: str | bytes) -> object:
     try:
         text = text.decode(_UTF8) if isinstance(text, bytes) else text  # json.loads guesses others
-        return from_json_once(text)
+        return from_json_once(text.rstrip("\r\n"))  # else an open string is a control character
     except UnicodeDecodeError as error:
         return ValueError(f"{error}; save the file in UTF-8")
     except ValueError as error:
-        return ValueError(f"{error}{_hint(str(text))}")
+        return ValueError(f"{str(error).replace(': line 1 column', ': column')}{_hint(str(text))}")
 
 
 def _hint(text: str) -> str:

@@ -319,6 +319,10 @@ def test_a_folder_s_files_that_are_no_split_are_named(bundle: Path, tmp_path: Pa
         (b'{"text": "a", "id": ' + 5000 * b"9" + b"}", "line 1: it has a whole number of more tha"),
         (b'{"text": "a", "text": "b"}', "line 1: it has the key 'text' twice"),
         (b'{"text": "\xe9"}', "line 1: .*save the file in UTF-8"),
+        (
+            b'{"text": "a"}\n{"text": "b\n',
+            r"line 2: Unterminated string starting at: column 10 \(char 9\); --skip-bad-rows",
+        ),
         (40 * b"\0", "line 1: Expecting value: .*zeros in place of text, as after a crash"),
         (b'{"text": "a"}\n' + 39 * b"\0", "line 2: Expecting value: .*zeros in place of text"),
     ],
