@@ -71,7 +71,7 @@ class GGUFFile:
             key = self._string()
             if key in self.metadata:
                 raise BundleError(f"{path}: metadata key {key!r} occurs twice")
-            self.metadata[key] = self._value(self._unpack("<I")[0])
+            self.metadata[key] = self._value(key, self._unpack("<I")[0])
         infos = [self._tensor_info() for _ in range(tensor_count)]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
@@ -216,7 +216,7 @@ class GGUFFile:
         type_, offset = self._unpack("<IQ")
         return name, tuple(reversed(dims)), type_, offset
 
-    def _value(self, type_: int) -> Any:
+    def _value(self, key: str, type_: int) -> Any:
         if type_ == _STRING:
             return self._string()
         if type_ == _ARRAY:
@@ -228,7 +228,7 @@ class GGUFFile:
                 return np.frombuffer(self._take(count * dtype.itemsize), dtype)
             type_ = item
         if type_ not in _SCALARS:
-            raise BundleError(f"{self._path}: metadata of the unknown type {type_}")
+            raise BundleError(f"{self._path}: {key} has the unknown type {type_} of metadata")
         return self._unpack("<" + _SCALARS[type_])[0]
 
     def _string(self) -> str:

@@ -19,6 +19,7 @@ from runtime.core.errors import BundleError
 
 _PART_TYPES = {"weight": ("U32",), "scales": FLOAT_TYPES, "biases": FLOAT_TYPES}
 _BITS = (2, 3, 4, 5, 6, 8)
+_DEFAULTS = {"bits": 4, "group_size": 64}  # MLX's, of a matrix with settings of its own
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ def find_layouts(
     for name in scales:
         base = name.removesuffix(".scales")
         stored_base = tensors[name].name.removesuffix(".scales")
-        of_matrix = settings or {}
-        own = of_matrix.get(stored_base, of_matrix.get(base))
-        if isinstance(own, dict):
-            of_matrix = {**of_matrix, **own}
+        of_all = settings or {}
+        key = stored_base if stored_base in of_all else base
+        own = None if of_all.get(key) is True else _object(of_all, key, where)  # true: as all
+        of_matrix = of_all if own is None else _DEFAULTS | own
         bits, group_size = _integers(of_matrix, f"{where}: {base}")
         _check_parts(base, bits, group_size, tensors, where)
         halves = all(tensors[f"{base}.{part}"].dtype == "F16" for part in ("scales", "biases"))
@@ -124,9 +125,9 @@ def _integers(settings: Mapping[str, Any], where: str) -> tuple[int, int]:
     bits, group = settings.get("bits"), settings.get("group_size")
     if mode != "affine" or bits not in _BITS or group not in (32, 64, 128):
         raise BundleError(
-            f"{where}: quantized as {mode}, {bits} bits, groups of {group}; supported are affine, "
-            f"{', '.join(map(str, _BITS))} bits, groups of 32, 64 or 128; start from an "
-            "unquantized checkpoint instead"
+            f"{where}: quantized with mode {mode!r:.40}, bits {bits!r:.40}, group_size "
+            f"{group!r:.40}; supported are affine, {', '.join(map(str, _BITS))} bits, groups of "
+            "32, 64 or 128; start from an unquantized checkpoint instead"
         )
     return int(bits), int(group)
 

@@ -6,17 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from runtime.adapters.lora import LoraSettings
-from runtime.adapters.names import (
-    OTHER,
-    A,
-    B,
-    ends_with_any,
-    inner_name,
-    is_names,
-    layer_of,
-    number,
-    whole,
-)
+from runtime.adapters.names import OTHER, A, B, inner_name, is_names, layer_of, number, whole
 
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 KIND = "fine_tune_type"
@@ -61,16 +51,18 @@ def stated_in(config: dict[str, Any]) -> dict[str, Any]:
 def check_targets(config: dict[str, Any], stored: Iterable[str], layers: int) -> None:
     """Raise ValueError for an adapted module that a configuration does not name.
 
-    mlx-lm leaves its tensors out. `layers` is how many the model has.
+    mlx-lm, which compares whole names in a layer or in the model, leaves its tensors out.
+    `layers` is how many the model has.
     """
     count, keys = config.get("num_layers"), parameters_of(config).get("keys")
     if keys is not None and not is_names(keys):
         raise TypeError(f"keys is {keys!r:.80}, no names of modules")
     last = 0 if count is None else whole(count, "num_layers")
-    for module in sorted({own_name(name).rpartition(".")[0] for name in stored}):
-        if keys is not None and not ends_with_any(module, map(inner_name, keys)):
-            raise ValueError(f"keys does not name {module}, {OTHER}")
+    anywhere = {inner_name(key) for key in keys or ()}  # whole names, also of earlier layers
+    for module in sorted({own_name(name).rpartition(".")[0] for name in stored} - anywhere):
         layer = layer_of(module)
+        if keys is not None and module.partition(f".{layer}.")[2] not in keys:
+            raise ValueError(f"keys does not name {module}, {OTHER}")
         if last > 0 and layer is not None and layer < layers - last:
             raise ValueError(f"num_layers is {last} of {layers}, and leaves out {module}, {OTHER}")
 

@@ -197,7 +197,7 @@ def stated_in(config: dict[str, Any]) -> dict[str, Any]:
     """
     kind = config[KIND]
     if kind != "LORA":
-        raise UnsupportedError(f"its adapter is {kind!r:.80}; of PEFT's only LORA is supported")
+        raise UnsupportedError(f"its {KIND} is {kind!r:.80}; of PEFT's only LORA is supported")
     for key, value in config.items():
         if key not in _NO_MATTER and not _is_plain(key, value):
             meaning = f", which means {_MEANING[key]}" if key in _MEANING else ""

@@ -132,8 +132,8 @@ class AdapterFiles:
                     return self._prefix(own)
                 if kind != "lora":
                     raise BundleError(
-                        f"{self.config}: its adapter is {kind!r:.80}; only lora is supported; "
-                        f"{MERGE}"
+                        f"{self.config}: its {mlx_lm.KIND} is {kind!r:.80}; only lora is "
+                        f"supported; {MERGE}"
                     )
                 stated = mlx_lm.stated_in(config)
                 scale = number(mlx_lm.parameters_of(config)["scale"], "scale")
@@ -215,7 +215,7 @@ class AdapterFiles:
             return safe_open(self.weights, framework="numpy")
         except (OSError, SafetensorError) as problem:
             raise BundleError(
-                f"{self.weights} cannot be read: {problem}; fetch or save it again"
+                f"{self.weights} cannot be read: {problem}; fetch or save it again, as .safetensors"
             ) from None
 
 

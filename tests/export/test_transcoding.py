@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.bundles import Rng, settings
-from support.checkpoints import Arrays, weights_of, write_folder
+from support.checkpoints import Arrays, quantized, weights_of, write_folder
 from support.gguf_files import QUANTIZED, Blocks, random_blocks, write_gguf
 
 from export.bundle import export_bundle
@@ -162,17 +162,16 @@ def test_bits_that_are_asked_for_requantize(
 def mlx_folder(folder: Path, bits: int) -> tuple[Path, Arrays]:
     """tiny-qwen3 as MLX quantizes it, and the values of its matrices."""
     config, arrays = weights_of("tiny-qwen3")
-    config["quantization"] = {"group_size": 64, "bits": bits}
+    config["quantization"] = form = {"group_size": 64, "bits": bits}
     stored: dict[str, Any] = {}
     values: Arrays = {}
     for name, array in arrays.items():
         if array.ndim == 1:
             stored[name] = array
             continue
-        parts = mx.quantize(mx.array(array), group_size=64, bits=bits)
-        base = name.removesuffix(".weight")
-        stored |= dict(zip((name, f"{base}.scales", f"{base}.biases"), parts, strict=True))
-        values[base] = np.array(mx.dequantize(*parts, group_size=64, bits=bits))
+        parts = quantized(name, mx.array(array), **form)
+        stored |= parts
+        values[name.removesuffix(".weight")] = np.array(mx.dequantize(*parts.values(), **form))
     return write_folder(folder, config, stored), values
 
 

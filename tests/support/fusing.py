@@ -7,10 +7,15 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from export.bundle import export_bundle
 from export.fused.model import FusedCheckpoint, LowRank
 from runtime.arrays.stored import Extent
 from runtime.bundle.store import Bundle
 from runtime.methods.adapters import Adapters
+from support.bundles import Rng, runnable, settings
+from support.logits import apart, engine_logits
+
+SAME = 1e-5  # of the largest logit: the same weights in float32
 
 
 def silent(*progress: object) -> None:
@@ -32,6 +37,18 @@ def added(adapters: Adapters) -> dict[str, LowRank]:
 
 def fused_model(bundle: Bundle, adapters: Adapters) -> FusedCheckpoint:
     return FusedCheckpoint(bundle, added(adapters))
+
+
+def read_again(fused: Path, bundle: Bundle, adapters: Adapters, rng: Rng) -> Bundle:
+    """A bundle of what was fused; it has the logits of the bundle and the adapters."""
+    output = fused.parent / "again"
+    made = export_bundle(settings(fused, output, bits=32, seq_lens=(32,)))
+    tokens = rng.integers(0, bundle.manifest.vocab_size, 30)
+    expected = engine_logits(bundle, adapters, tokens)
+    assert apart(engine_logits(bundle, None, tokens), expected) > 0.01, "the adapter does nothing"
+    again = runnable(made.path)
+    assert apart(engine_logits(again, None, tokens), expected) < SAME
+    return again
 
 
 def saved(adapters: Adapters, folder: Path) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -68,11 +70,34 @@ def to_llama_cpp(name: str, array: np.ndarray, config: dict[str, Any]) -> tuple[
     return mapped, array
 
 
-def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, **more: Any) -> Path:
+def put(writer: gguf.GGUFWriter, entries: Mapping[str, Any]) -> None:
+    """Adds or replaces entries; "arch." stands for the architecture.
+
+    None takes an entry out, and what is named as a weight is a tensor.
+    """
+    for name, value in entries.items():
+        if name.endswith(".weight"):
+            writer.add_tensor(name, value)
+            continue
+        key = name.replace("arch.", f"{writer.arch}.")
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            kind = gguf.GGUFValueType.get_type(value)
+            kinds = {gguf.GGUFValueType.INT32: gguf.GGUFValueType.UINT32}  # llama.cpp's counts
+            writer.add_key_value(key, value, kinds.get(kind, kind))
+
+
+def write_gguf(
+    path: Path,
+    config: dict[str, Any],
+    arrays: Arrays,
+    entries: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
+) -> Path:
     """A file of `arrays`, named as in mlx-lm: matrices as float16, or quantized as `stored_as`.
 
-    `blocks` are quantized matrices that replace those of the same name. `change` is called with the
-    writer, and `architecture` is written instead of the family's.
+    `blocks` are quantized matrices that replace those of the same name. `entries` are put into the
+    file, too, and `architecture` is written instead of the family's.
     """
     family = config["model_type"]
     writer = gguf.GGUFWriter(path, more.get("architecture", ARCHITECTURES[family]))
@@ -83,8 +108,7 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, **more: Any) 
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_context_length(config["max_position_embeddings"])
-    if "change" not in more or family != "qwen2":
-        writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_freq_base(config["rope_theta"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -93,7 +117,7 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, **more: Any) 
         writer.add_uint32(
             "gemma3.attention.sliding_window_pattern", config["sliding_window_pattern"]
         )
-    more.get("change", lambda _: None)(writer)
+    put(writer, entries)
     for name, array in arrays.items():
         mapped, changed = to_llama_cpp(name, array, config)
         stored_as = gguf.GGMLQuantizationType.F32 if array.ndim == 1 else more.get("stored_as")
@@ -112,42 +136,15 @@ def write_gguf(path: Path, config: dict[str, Any], arrays: Arrays, **more: Any) 
     return path
 
 
-def write_with(
-    path: Path, config: dict[str, Any], arrays: Arrays, entries: dict[str, Any], **more: Any
-) -> Path:
-    """A file with these entries too, or in place of its own; "arch." stands for its architecture.
-
-    None leaves an entry out, and what is named as a weight is a tensor.
-    """
-
-    def change(writer: gguf.GGUFWriter) -> None:
-        for name, value in entries.items():
-            if name.endswith(".weight"):
-                writer.add_tensor(name, value)
-                continue
-            key = name.replace("arch.", f"{writer.arch}.")
-            writer.kv_data[0].pop(key, None)
-            if value is not None:
-                kind = gguf.GGUFValueType.get_type(value)
-                kinds = {gguf.GGUFValueType.INT32: gguf.GGUFValueType.UINT32}  # llama.cpp's counts
-                writer.add_key_value(key, value, kinds.get(kind, kind))
-
-    return write_gguf(path, config, arrays, change=change, **more)
-
-
 def seeing_file(path: Path, config: dict[str, Any], arrays: Arrays) -> Path:
     """A float32 file of a Qwen that sees, which holds the text model, without a tokenizer."""
     family = config["model_type"]
-
-    def change(writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model(NO_VOCABULARY)
-        writer.add_vocab_size(config["vocab_size"])
-        half = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
-        writer.add_rope_dimension_sections([half - 2 * (half // 3), half // 3, half // 3, 0])
-        if family == "qwen2":
-            writer.add_rope_freq_base(config["rope_theta"])
-        else:
-            writer.add_num_deepstack_layers(1)
-
-    seeing: dict[str, Any] = {"architecture": f"{family}vl", "change": change}
-    return write_gguf(path, config, arrays, stored_as=GGMLQuantizationType.F32, **seeing)
+    half = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
+    entries = {
+        "tokenizer.ggml.model": NO_VOCABULARY,
+        "arch.vocab_size": config["vocab_size"],
+        "arch.rope.dimension_sections": [half - 2 * (half // 3), half // 3, half // 3, 0],
+        "arch.n_deepstack_layers": 1 if family == "qwen3" else None,
+    }
+    seeing: dict[str, Any] = {"architecture": f"{family}vl", "stored_as": GGMLQuantizationType.F32}
+    return write_gguf(path, config, arrays, entries, **seeing)

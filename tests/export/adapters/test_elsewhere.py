@@ -96,14 +96,8 @@ def test_adapters_that_peft_has_written_are_applied(tmp_path: Path, rng: Rng, dt
 
 def float32_file(path: Path, config: dict[str, Any], arrays: Arrays) -> Path:
     """A GGUF file without a tokenizer."""
-
-    def change(writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model("none")
-        writer.add_vocab_size(config["vocab_size"])
-        if config["model_type"] == "qwen2":
-            writer.add_rope_freq_base(config["rope_theta"])
-
-    return write_gguf(path, config, arrays, stored_as=gguf.GGMLQuantizationType.F32, change=change)
+    entries = {"tokenizer.ggml.model": "none", "arch.vocab_size": config["vocab_size"]}
+    return write_gguf(path, config, arrays, entries, stored_as=gguf.GGMLQuantizationType.F32)
 
 
 @pytest.mark.slow

@@ -10,17 +10,13 @@ import gguf
 import numpy as np
 import pytest
 from support.adapters import saved_adapter, written
-from support.bundles import runnable
-from support.bundles import settings as export_settings
 from support.files import listing
-from support.fusing import dense, fused_model, silent
+from support.fusing import dense, fused_model, read_again, silent
 from support.llama_names import MATRICES, NORMS, OUTSIDE, in_llamas_order
-from support.logits import apart, engine_logits
 from support.models import Rng, Tiny, adapters_of, each_family
 from support.random_types import random_bundle
 from support.runs import refuses
 
-from export.bundle import export_bundle
 from export.fused.gguf import write_gguf
 from export.fused.gguf_metadata import add_metadata, rope_tables
 from export.fused.model import FusedCheckpoint
@@ -29,8 +25,6 @@ from export.sources.gguf_file import GGUFFile
 from runtime.bundle.store import Bundle
 from runtime.core.errors import BundleError, UsageError
 from runtime.methods.adapters import Adapters
-
-SAME = 1e-5  # of the largest logit: the same weights in float32
 
 
 def their_name(name: str, gemma: bool) -> str:
@@ -92,17 +86,12 @@ def test_read_again_it_has_the_logits_of_bundle_and_adapter(
 ) -> None:
     bundle = tiny(family)
     adapters = adapters_of(bundle, rng)
-    tokens = rng.integers(0, bundle.manifest.vocab_size, 30)
     path = write(bundle, adapters, tmp_path / "folder")
     assert listing(tmp_path) == ["folder", "folder/model.gguf"]
-    export_bundle(export_settings(path, tmp_path / "again", bits=32, seq_lens=(32,)))
-    again = runnable(tmp_path / "again")
-    config = again.manifest.config
+    config = read_again(path, bundle, adapters, rng).manifest.config
     assert {key: config.get(key) for key in bundle.manifest.config} == bundle.manifest.config | {
         key: value for key, value in config.items() if key == "rope_scaling"
     }
-    expected = engine_logits(bundle, adapters, tokens)
-    assert apart(engine_logits(again, None, tokens), expected) < SAME
 
 
 AT_LENGTH = (  # scales, filters, parts of heads, norms that add 1, GPT's names, sinks and others
@@ -134,11 +123,7 @@ def test_other_architectures_are_read_again_with_their_adapter(
     write(bundle, adapters, fused)
     with FusedCheckpoint(bundle, {}) as model:
         write_gguf(model, plain, "float32", False, silent)
-    settings = export_settings(fused, tmp_path / "again", bits=32, seq_lens=(32,))
-    again = runnable(export_bundle(settings).path)
-    tokens = rng.integers(0, bundle.manifest.vocab_size, 30)
-    expected = engine_logits(bundle, adapters, tokens)
-    assert apart(engine_logits(again, None, tokens), expected) < SAME
+    read_again(fused, bundle, adapters, rng)
     file = GGUFFile(written(bundle, tmp_path / "ours", "gguf", tmp_path / "adapter.gguf"))
     before, after = GGUFFile(plain), GGUFFile(fused)
     scale = file.metadata["adapter.lora.alpha"] / adapters.manifest.lora.rank
@@ -157,12 +142,7 @@ def test_minicpm3_is_read_again_and_its_adapter_alone_refused(tmp_path: Path, rn
     """llama.cpp multiplies by the matrices of its attention without adapters."""
     bundle = random_bundle(tmp_path, "minicpm3")
     adapters = saved_adapter(bundle, rng, tmp_path / "ours")
-    write(bundle, adapters, tmp_path / "fused.gguf")
-    settings = export_settings(tmp_path / "fused.gguf", tmp_path / "again", bits=32, seq_lens=(32,))
-    again = runnable(export_bundle(settings).path)
-    tokens = rng.integers(0, bundle.manifest.vocab_size, 30)
-    expected = engine_logits(bundle, adapters, tokens)
-    assert apart(engine_logits(again, None, tokens), expected) < SAME
+    read_again(write(bundle, adapters, tmp_path / "fused.gguf"), bundle, adapters, rng)
     to = ("adapter", tmp_path / "ours", "--bundle", bundle.path, "--to", "gguf")
     said = "q_a_proj without its adapter; ondevice fuse --format gguf"
     refuses(2, said, *to, "-o", tmp_path / "no.gguf")

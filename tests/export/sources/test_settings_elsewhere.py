@@ -16,7 +16,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from support.bundles import runnable, settings
 from support.checkpoints import weights_of, write_folder
-from support.gguf_files import write_with
+from support.gguf_files import write_gguf
 from support.logits import apart, engine_logits, exact_factor
 from support.models import each_family, model_of
 from support.peers import LLAMA, run_script
@@ -575,7 +575,7 @@ def test_each_entry_of_a_gguf_file_is_computed_as_in_llama_cpp(
         folder.mkdir()
         entries = {k: dims_of(config) if v is HEAD else v for k, v in entries.items()}
         float32 = GGMLQuantizationType.F32
-        write_with(folder / "model.gguf", config, arrays, BASE | entries, stored_as=float32)
+        write_gguf(folder / "model.gguf", config, arrays, BASE | entries, stored_as=float32)
         np.save(folder / "tokens.npy", rng.integers(0, config["vocab_size"], TOKENS))
         ours[name] = exported(folder, "model.gguf", exact=True)
     run_script(LLAMA, "llama_logits.py", tmp_path)

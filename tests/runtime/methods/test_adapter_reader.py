@@ -135,8 +135,8 @@ def test_keys_that_are_not_compared_take_no_time_of_each_pair(
         ({"lora_bias": True}, "adapters with a bias"),
         ({"layer_replication": [[0, 2]]}, "replicated"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
-        ({"peft_type": "IA3"}, "its adapter is 'IA3'; of PEFT's only LORA is supported"),
-        ({"peft_type": 7}, "its adapter is 7"),
+        ({"peft_type": "IA3"}, "its peft_type is 'IA3'; of PEFT's only LORA is supported"),
+        ({"peft_type": 7}, "its peft_type is 7"),
         ({"something_new": 3}, "its something_new is 3; this is not supported"),
         ({"r": 4}, "has adapters of rank 3"),
         ({"r": 0}, "rank is 0, not from 1 to 4096"),
@@ -176,6 +176,7 @@ def test_what_is_not_plain_lora_is_refused_by_name(
         ({"num_layers": 1}, "num_layers is 1 of 2, and leaves out model.layers.0"),
         ({"num_layers": "1"}, "num_layers is '1', not a whole number"),
         ({"keys": ["self_attn.q_proj"]}, "keys does not name model.layers.1.mlp.down_proj"),
+        ({"keys": ["q_proj", "k_proj", "mlp.down_proj"]}, "keys does not name model.layers.1.self"),
         ({"keys": "q_proj"}, "keys is 'q_proj', no names of modules"),
         ({"rank": 3.0}, "rank is 3.0, not a whole number"),
         ({"dropout": None}, "dropout is None, not a number"),
@@ -197,7 +198,7 @@ def test_what_mlx_lm_would_leave_out_is_refused(
 
 
 def test_another_kind_of_mlx_lm_is_refused(bundle: Bundle, theirs: Theirs) -> None:
-    with pytest.raises(BundleError, match="its adapter is 'dora'; only lora is supported"):
+    with pytest.raises(BundleError, match="its fine_tune_type is 'dora'; only lora is supported"):
         lora_of(configured(theirs("mlx"), fine_tune_type="dora"), bundle.manifest)
 
 
@@ -305,7 +306,7 @@ def test_only_errors_of_its_file_are_an_adapters(bundle: Bundle, theirs: Theirs)
     with pytest.raises(OSError, match="of another file"), files.opened(3):
         raise OSError("of another file")
     files.weights.write_bytes(files.weights.read_bytes()[:-1])
-    said = r"adapter_model.safetensors cannot be read: .*; fetch or save it again$"
+    said = r"adapter_model.safetensors cannot be read: .*; fetch or save it again, as .safetensors$"
     with pytest.raises(BundleError, match=said), files.opened(3):
         pass
 
