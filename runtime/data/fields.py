@@ -194,6 +194,11 @@ def _example(row: Record, has_template: bool) -> tuple[str, Example]:
             "it has a preferred and another answer, and pairs are not trained on; write its input "
             "and the preferred one as messages"
         )
+    if row.keys() & {"mapping", "chat_messages"}:
+        raise ValueError(
+            "it is a chat as ChatGPT or Claude exports it, which is not read; write its turns as "
+            '{"messages": [{"role": "user", "content": "..."}, ...]}'
+        )
     raise ValueError(f"{EXPECTED}; it has {shown(row)}")
 
 
@@ -294,13 +299,9 @@ def _sharegpt(row: Record) -> Conversation:
     turns = _from_json(row["conversations"])
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError("conversations is not a list of messages")
-    messages = _turns(turns)
-    assert isinstance(messages, list)
-    messages = [*_system(row), *messages]
     tools = _from_json(_tools(row) or None)
-    return Conversation(
-        messages, _wrapped(tools) if isinstance(tools, list) else tools, 0, _variables(row)
-    )
+    tools = _wrapped(tools) if isinstance(tools, list) else tools
+    return Conversation([*_system(row), *map(_turn, turns)], tools, 0, _variables(row))
 
 
 def _system(row: Record) -> list[Record]:

@@ -133,7 +133,7 @@ def _json_lines(file: Path, say: Note) -> Records:
     first = next((row for _, row in _rows_of_lines(file, encoding)), None)
     if isinstance(first, list | ValueError):  # no row: a longer document, or one that is broken
         try:
-            text = _text(file, encoding)
+            text = file.read_bytes().decode(encoding)
         except UnicodeError:  # of one line, maybe
             text = ""
         whole = _loaded(text)
@@ -166,18 +166,17 @@ def _lines(file: Path, encoding: str) -> Iterator[str | bytes]:
             raise not_text(file, encoding, error) from error
 
 
-def _text(file: Path, encoding: str) -> str:
-    return file.read_bytes().decode(encoding)
-
-
 def _loaded(text: str | bytes) -> object:
     try:
         text = text.decode(_UTF8) if isinstance(text, bytes) else text  # json.loads guesses others
-        return from_json_once(text.rstrip("\r\n"))  # else an open string is a control character
+        return from_json_once(text.rstrip("
+"))  # else an open string is a control character
     except UnicodeDecodeError as error:
         return ValueError(f"{error}; save the file in UTF-8")
     except ValueError as error:
-        return ValueError(f"{str(error).replace(': line 1 column', ': column')}{_hint(str(text))}")
+        place = "" if "
+" in str(text).rstrip() else "line 1 "  # the caller knows a row's line
+        return ValueError(f"{str(error).replace(place, '')}{_hint(str(text))}")
 
 
 def _hint(text: str) -> str:
@@ -209,7 +208,7 @@ def _listed(rows: list[object], reading: str, say: Note) -> Records:
 def _json(file: Path, say: Note) -> Records:
     encoding = encoding_of(file, say)
     try:
-        text = _text(file, encoding)
+        text = file.read_bytes().decode(encoding)
     except UnicodeError as error:
         raise not_text(file, encoding, error) from error
     whole = _loaded(text)

@@ -47,6 +47,7 @@ CHUNK_CHARS = 2**16
 MAX_CHUNK_CHARS = 2**20
 TRAIN, VALID = "train", "valid"
 NOT_EMBEDDED = "the model does not embed all of its tokens"
+HALF = "; it is half of an emoji or another character, as where a text was cut: remove it"
 TOO_LATE = "what is scored begins after"
 RESIZE = "resize its embedding in transformers (resize_token_embeddings) and export that"
 _ENTRY = struct.Struct("<qI")  # runtime.data.token_rows.INDEX
@@ -184,12 +185,12 @@ class Reader:
             except DataError as error:
                 raise DataError(f"{self.file}, {place}: {error}") from error
             except ValueError as error:
+                why = f"{error}{HALF * isinstance(error.__cause__ or error, UnicodeEncodeError)}"
                 if not self.reading.skip_bad_rows:
-                    raise DataError(
-                        f"{self.file}, {place}: {error}; --skip-bad-rows leaves such rows out"
-                    ) from error
+                    way_out = "--skip-bad-rows leaves such rows out"
+                    raise DataError(f"{self.file}, {place}: {why}; {way_out}") from error
                 self.report.skipped += 1
-                self._warn(place, f"skipped: {error}")
+                self._warn(place, f"skipped: {why}")
                 continue
             self.report.lose(*recognised.lost, *whole.lost)
             for warning in whole.warnings:

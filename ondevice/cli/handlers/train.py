@@ -125,10 +125,10 @@ def run_train(arguments: argparse.Namespace) -> None:
     if not speaks():
         return
     run = arguments.resume if config is None else config.output
-    subject = "the run and its adapter are"
+    end = f"the run and its adapter are in {run}; generate, eval and fuse take --adapter {run}"
     if summary.trained == "full":
-        subject = f"ondevice replay {run} --output BUNDLE writes the trained model; the run is"
-    show(summary, f"{describe_summary(summary)}\n{subject} in {run}", quiet)
+        end = f"ondevice replay {run} --output BUNDLE writes the trained model; the run is in {run}"
+    show(summary, f"{describe_summary(summary)}\n{end}", quiet)
 
 
 def _join(arguments: argparse.Namespace, overrides: dict[str, Any], folder: Path) -> None:

@@ -45,7 +45,8 @@ def test_a_run_keeps_and_says_what_it_promises(bundle: Path, tmp_path: Path) -> 
     run = tmp_path / "run"
     held_out = {"eval_data": "random:9", "eval_rows": 2, "eval_every": 4, "batch_size": 2}
     done = succeeds(*train_arguments(bundle, run, 12, **held_out))
-    assert f"the run and its adapter are in {run}" in done.stdout
+    where = f"the run and its adapter are in {run}; generate, eval and fuse take --adapter {run}\n"
+    assert where in done.stdout
     summary, plan = summary_of(run), json.loads((run / "plan.json").read_text())
     expected = {
         "method", "steps", "budget_bytes", "predicted_peak_bytes", "peak_footprint_bytes",
