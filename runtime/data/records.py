@@ -169,13 +169,11 @@ def _lines(file: Path, encoding: str) -> Iterator[str | bytes]:
 def _loaded(text: str | bytes) -> object:
     try:
         text = text.decode(_UTF8) if isinstance(text, bytes) else text  # json.loads guesses others
-        return from_json_once(text.rstrip("
-"))  # else an open string is a control character
+        return from_json_once(text.rstrip("\r\n"))  # else an open string is a control character
     except UnicodeDecodeError as error:
         return ValueError(f"{error}; save the file in UTF-8")
     except ValueError as error:
-        place = "" if "
-" in str(text).rstrip() else "line 1 "  # the caller knows a row's line
+        place = "" if "\n" in str(text).rstrip() else "line 1 "  # the caller knows a row's line
         return ValueError(f"{str(error).replace(place, '')}{_hint(str(text))}")
 
 

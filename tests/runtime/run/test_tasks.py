@@ -96,7 +96,7 @@ def test_rows_without_labels_are_refused(
     ("options", "said"),
     [
         (("--task=calls",), "task is 'calls'; it must be perplexity, labels or exact"),
-        (("--task=exact", "--source=x"), "leave out --task exact"),
+        (("--task=exact", "--source=x"), "compares predictions: leave out --task"),
     ],
 )
 def test_options_of_other_tasks_are_refused(options: tuple[str, ...], said: str) -> None:
