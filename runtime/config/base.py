@@ -10,6 +10,7 @@ in it are relative to the working directory.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -64,6 +65,13 @@ class Check(NamedTuple):
     stored: Callable[[Any], Any] = lambda value: value  # an allowed value, with whole paths
 
 
+def _is_name(text: str) -> bool:
+    try:
+        return bool(text.strip()) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a character
+        return False
+
+
 def is_size(text: str) -> bool:
     """Whether `text` is a number of bytes such as 300MB; without a unit it is a large one."""
     try:
@@ -100,11 +108,11 @@ NOT_NEGATIVE = Check(
 SEED = Check(lambda value: value >= 0, "a whole number from 0 to 2^63 - 1")
 SMALLEST_PLAIN_BYTES = 1_000_000  # that a number without a unit can mean
 MOST_SHOWN = 100  # characters of a wrong value in a message
-NAME = Check(lambda value: bool(value.strip()), "a name that is not empty")
+NAME = Check(_is_name, "a name that is not empty, and that a file can have")
 FILLED = NAME._replace(stored=expanded)
 ALL_FILLED = Check(
-    lambda names: all(map(str.strip, names)),
-    "names that are not empty",
+    lambda names: all(map(_is_name, names)),
+    "names that are not empty, and that files can have",
     stored=lambda names: tuple(map(expanded, names)),
 )
 SIZE = Check(is_size, "a size such as 300MB, 1.5GB or 512MiB", _in_megabytes)

@@ -259,7 +259,7 @@ def test_layer_names_are_split() -> None:
     assert some.lora.targets == ("q_proj", "v_proj")
 
 
-NAMES = st.text(min_size=1).filter(lambda text: bool(text.strip()))
+NAMES = st.text(min_size=1).filter(lambda text: bool(text.strip()) and "\0" not in text)
 
 
 @settings(max_examples=50)
@@ -283,6 +283,13 @@ def test_a_written_configuration_reads_back_equal(
     file = tmp_path_factory.mktemp("config") / "train.toml"
     file.write_text(to_toml(made), encoding="utf-8")
     assert load(TrainConfig, file, {}) == made
+
+
+@pytest.mark.parametrize("name", ["~\0", "a\0b", "\ud83d", " "])
+def test_no_name_is_taken_that_a_file_cannot_have(name: str) -> None:
+    for values in ({"eval_data": name}, {"also_evaluate": (name,)}):
+        with pytest.raises(UsageError, match=r"not empty, and that (a file|files) can have"):
+            TrainConfig(bundle="b", data="d", **values)
 
 
 def test_tuples_and_flags_round_trip(tmp_path: Path) -> None:
