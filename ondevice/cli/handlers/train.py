@@ -125,7 +125,8 @@ def run_train(arguments: argparse.Namespace) -> None:
     if not speaks():
         return
     run = arguments.resume if config is None else config.output
-    end = f"the run and its adapter are in {run}; generate, eval and fuse take --adapter {run}"
+    takers = "generate and eval" if summary.trained == "prefix" else "generate, eval and fuse"
+    end = f"the run and its adapter are in {run}; {takers} take --adapter {run}"
     if summary.trained == "full":
         end = f"ondevice replay {run} --output BUNDLE writes the trained model; the run is in {run}"
     show(summary, f"{describe_summary(summary)}\n{end}", quiet)

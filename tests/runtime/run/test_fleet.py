@@ -273,18 +273,23 @@ def test_files_of_others_and_half_written_ones_are_ignored(
     assert stage.devices[0].helper.parts > 3
 
 
-def test_a_folder_that_is_away_stops_workers_only(stage: Stage, alone: Path) -> None:
+def away_from(stage: Stage, first: int, last: int) -> Happens:
+    """A worker joins at step 2, and the folder is away from one step until another."""
     away = stage.path / "away"
 
     def at(step: int) -> None:
         if step == 2:
             stage.join()
-        elif step == 4:
+        elif step == first:
             stage.folder.rename(away)
-        elif step == 7:
+        elif step == last:
             away.rename(stage.folder)
 
-    stage.trains(at, 10)
+    return at
+
+
+def test_a_folder_that_is_away_stops_workers_only(stage: Stage, alone: Path) -> None:
+    stage.trains(away_from(stage, 4, 7), 10)
     stage.check(alone)
     assert stage.said("workers wait until the folder can be written") == 1
     assert stage.devices[0].helper.parts == 4
@@ -294,17 +299,7 @@ def test_lines_of_steps_in_which_the_folder_was_away_for_long_are_kept(
     stage: Stage, alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "LINES", 4)
-    away = stage.path / "away"
-
-    def at(step: int) -> None:
-        if step == 2:
-            stage.join()
-        elif step == 3:
-            stage.folder.rename(away)
-        elif step == 16:
-            away.rename(stage.folder)
-
-    stage.trains(at, 19)
+    stage.trains(away_from(stage, 3, 16), 19)
     stage.check(alone)
     left = sorted(path.name for path in stage.folder.glob("*.step"))
     assert left == ["00000016.step", "00000017.step", "00000018.step", "00000019.step"]

@@ -18,7 +18,8 @@ from runtime.run import budget
 def test_a_prefix_is_trained_further_and_used(bundle: Path, tmp_path: Path) -> None:
     run, more = tmp_path / "run", tmp_path / "more"
     options = {"trainable": "prefix", "method": "mezo", "prefix_length": 2}
-    succeeds(*train_arguments(bundle, run, 2, **options), by=here)
+    done = succeeds(*train_arguments(bundle, run, 2, **options), by=here)
+    assert done.stdout.endswith(f"; generate and eval take --adapter {run}\n")  # no weights hold it
     summary, tensors = summary_of(run), load_file(run / "adapters.safetensors").values()
     assert summary["trained"] == "prefix" and summary["lora"]["prefix"] == 2
     assert summary["trainable_parameters"] == sum(one.size for one in tensors)
